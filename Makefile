@@ -123,7 +123,7 @@ TRITON_CLIENT := tritonclient==2.73.0 python-rapidjson==1.25
 
 bench-triton: build/triton/stamp  ## Installs Triton Inference Server, and compares round trips with it
 	$(BIN)/python -m benchmarks.bench_transport --networks tcp --contestants bngrad-auto bngrad-shared bngrad-stream \
-		bngrad-unary bngrad-one-port triton triton-shared flight kernel $(TRANSPORT)
+		bngrad-unary triton triton-shared flight kernel $(TRANSPORT)
 
 build/triton/stamp: $(VENV)/dev.stamp
 	$(PYTHON) -m venv build/triton
@@ -153,7 +153,7 @@ gpu-test-sanitizer:  ## GPU machine: runs a small workload under compute-sanitiz
 	$(GPU_PYTEST) tests/gpu/test_sanitizer.py
 
 gpu-test-server:  ## GPU machine: tests every op over every transport through a server
-	$(GPU_PYTHON) -c "import click, cupy, google.rpc.error_details_pb2, grpc_channelz, grpc_health, grpc_reflection, \
+	$(GPU_PYTHON) -c "import click, cupy, google.rpc.error_details_pb2, grpc_health, grpc_reflection, \
 		grpc_status, h11, hpack, hypothesis, prometheus_client, psutil, pydantic_settings, pytest_asyncio, rich; \
 		import bngrad_protos.v1.batch_norm_grad_pb2_grpc"
 	$(GPU_SERVER_PYTEST) tests/gpu/test_server.py tests/integration/test_ops.py tests/integration/test_transports.py \

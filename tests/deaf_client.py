@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager, suppress
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.events import Event, ResponseReceived, StreamReset, TrailersReceived
+from h2.events import Event, RemoteSettingsChanged, ResponseReceived, StreamReset, TrailersReceived
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
+from tests.servers import wait_until
 
 _TIMEOUT_S = 60.0
 _FRAME_NBYTES = 2**14
@@ -29,6 +30,7 @@ class DeafClient(AbstractContextManager["DeafClient"]):
         self.answered: set[int] = set()
         self.ended: dict[int, str] = {}
         self._sock = sock
+        self._has_settings = False
         self._h2 = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
         self._h2.local_settings = Settings(True, {SettingCodes.INITIAL_WINDOW_SIZE: 0})
         self._h2.initiate_connection()
@@ -46,7 +48,8 @@ class DeafClient(AbstractContextManager["DeafClient"]):
         self._sock.close()
 
     def call(self, path: str, data: bytes, *, end: bool = True) -> int:
-        """Begins a call, sends all of its data as the server takes it, and returns its stream."""
+        """Begins a call once it may, sends all of its data as the server takes it, and returns its stream."""
+        wait_until(self._may_call)
         pseudo = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost")]
         with self._mutex:
             stream = self._h2.get_next_available_stream_id()
@@ -58,6 +61,9 @@ class DeafClient(AbstractContextManager["DeafClient"]):
                 self._unending.add(stream)
             self._send()
         return stream
+
+    def _may_call(self) -> bool:
+        return self._has_settings and self._h2.open_outbound_streams < self._h2.remote_settings.max_concurrent_streams
 
     def reset(self, stream: int) -> None:
         with self._mutex:
@@ -74,7 +80,9 @@ class DeafClient(AbstractContextManager["DeafClient"]):
                     self._send()
 
     def _note(self, event: Event) -> None:
-        if isinstance(event, StreamReset):
+        if isinstance(event, RemoteSettingsChanged):
+            self._has_settings = True
+        elif isinstance(event, StreamReset):
             self._rest.pop(event.stream_id, None)
             self.ended.setdefault(event.stream_id, "reset")
         elif isinstance(event, (ResponseReceived, TrailersReceived)):

@@ -139,14 +139,8 @@ def endpoints_of(target: str, token: str = "") -> pb.Endpoints:
 
 
 def targets_of(target: str) -> dict[str, str]:
-    """Returns every address for calls: grpcio's port, the server's own TCP port, and its local socket."""
-    endpoints = endpoints_of(target)
-    host = target.rpartition(":")[0]
-    return {
-        "grpcio": target,
-        "tcp": f"{host}:{endpoints.stream_port}",
-        "local": f"unix:{endpoints.local_directory}/calls",
-    }
+    """Returns every address for calls: the port, and the socket for shared memory."""
+    return {"tcp": target, "local": f"unix:{endpoints_of(target).local_directory}/calls"}
 
 
 def run_bngrad(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

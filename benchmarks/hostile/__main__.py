@@ -26,12 +26,12 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("attacks", nargs="+", choices=list(ATTACKS), metavar="ATTACK")
-    parser.add_argument("--target", default="127.0.0.1:50051", metavar="HOST:PORT", help="grpcio's port")
+    parser.add_argument("--target", default="127.0.0.1:50051", metavar="HOST:PORT", help="the server")
     parser.add_argument("--token", default="", help="the attacker's valid token; none by default")
     parser.add_argument("--ca", metavar="FILE", help="the authority of the server's certificate; no TLS by default")
     parser.add_argument("--http", metavar="HOST:PORT", help="the server's HTTP address")
     parser.add_argument("--victim", type=Path, metavar="FILE", help="all of these, see Victim.save, instead of asking")
-    parser.add_argument("--doors", nargs="+", choices=("grpcio", "own", "unix", "regions", "http"))
+    parser.add_argument("--doors", nargs="+", choices=("tcp", "unix", "regions", "http"))
     parser.add_argument("--seconds", type=float, default=float("inf"))
     options = parser.parse_args()
     if options.victim is None:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from benchmarks.hostile import announcing, floods, half_made, messages, services, strangers
 from benchmarks.hostile.victim import Victim
 
-_TCP = ("grpcio", "own")
-_ALL = ("grpcio", "own", "unix")
-_OWN = ("own", "unix")
+_TCP = ("tcp",)
+_ALL = ("tcp", "unix")
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ _LIST = (
     Attack(messages.unknown_fields_slowly, _ALL),
     Attack(messages.nested_fields, _ALL),
     Attack(messages.bombs, _ALL),
-    Attack(messages.unended_messages, _OWN),
-    Attack(messages.unread_responses, ("grpcio",)),
+    Attack(messages.unended_messages, _ALL),
+    Attack(messages.unread_responses, _TCP),
     Attack(messages.unread_exchanges, _ALL),
     Attack(messages.quick_cancels, _ALL),
     Attack(floods.closed_stream_updates, _TCP),
@@ -74,8 +73,8 @@ _LIST = (
     Attack(strangers.wrong_tokens, _TCP),
     Attack(strangers.new_handshakes, _TCP),
     Attack(strangers.garbage, _TCP),
-    Attack(services.open_streams, ("grpcio",)),
-    Attack(services.server_infos, ("grpcio",)),
+    Attack(services.open_streams, _TCP),
+    Attack(services.server_infos, _TCP),
     Attack(services.lease_floods, ("regions",)),
     Attack(services.hold_leases, ("regions",)),
     Attack(services.http_floods, ("http",)),

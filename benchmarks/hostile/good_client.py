@@ -4,7 +4,7 @@ Run as ``python -m benchmarks.hostile.good_client DOOR TARGET TOKEN CA``; CA is 
 reads, a number of seconds, it calls for that long and prints latencies in seconds, and errors, as JSON.
 
 It uses the door that it is told to and no other one, unlike `bngrad.Client`, which makes a call by another transport
-where one fails. The doors of the server's own get unary calls and exchanges by turns.
+where one fails. Those that speak the SDK's own HTTP/2 make unary calls and exchanges by turns.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _call_of(door: str, target: str, token: str, ca: str | None) -> Callable[[],
         return lambda: client.fused_batch_norm_grad_v2(*tensors, timeout=_TIMEOUT_S)
     victim = Victim.discover(target, token, ca)
     credentials = Credentials(Security(tls, token or None), target if door != "unix" else "unix:")
-    http = Http2Transport(victim.addresses[door.split(maxsplit=1)[0]], target, credentials)
+    http = Http2Transport(victim.addresses["unix" if door == "unix" else "tcp"], target, credentials)
     request = ops.V2.prepare(tensors, TensorFlowAttributes(1e-4, "NHWC", True, "variance", 0), None)
     large = [codec.view_of(array) for array in request.large.values()]
     result = codec.view_of(np.empty(shape, np.float32))

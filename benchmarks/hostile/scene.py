@@ -152,7 +152,7 @@ def serving(*, tls: bool, is_limited: bool) -> Iterator[Scene]:
         (directory / "tokens").chmod(0o600)
         http = f"127.0.0.1:{free_port()}"
         options = [
-            *("--listen", f"unix:{directory}/bngrad.sock", "--http", http, "--channelz"),
+            *("--listen", f"unix:{directory}/bngrad.sock", "--http", http),
             *("--token-file", str(directory / "tokens"), "--arena-bytes", str(ARENA_BYTES)),
             *("--shared-bytes", str(ARENA_BYTES), "--max-message-bytes", str(MESSAGE_BYTES)),
             *(() if tls else ("--insecure",)),

@@ -1,4 +1,4 @@
-"""Attacks on what is beside the ops: health, reflection, channelz, ServerInfo, leases, the HTTP address."""
+"""Attacks on what is beside the ops: health, reflection, ServerInfo, leases, the HTTP address."""
 
 from __future__ import annotations
 
@@ -22,17 +22,15 @@ _HELD_LEASES = 256
 _WATCH = "/grpc.health.v1.Health/Watch"
 _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 _SERVER_INFO = "/bngrad.v1.BatchNormGradService/ServerInfo"
-_CHANNELZ = "/grpc.channelz.v1.Channelz/GetServers"
 _OPEN_CALLS = (
     (_WATCH, health_pb2.HealthCheckRequest().SerializeToString(), True),
     (_REFLECTION, b"\x3a\0", False),
-    (_CHANNELZ, None, False),
 )
 """Methods, the message sent, and whether the call is half-closed."""
 
 
 def open_streams(victim: Victim) -> None:
-    """Tenant: 600 calls of health's Watch, reflection and channelz that stay open and whose answers are not read"""
+    """Tenant: 600 calls of health's Watch and reflection that stay open and whose answers are not read"""
 
     def begin() -> Peer:
         peer = Peer(victim, frames.PREFACE + frames.settings({frames.INITIAL_WINDOW_SIZE: 0}))
@@ -40,8 +38,7 @@ def open_streams(victim: Victim) -> None:
             path, message, is_half_closed = _OPEN_CALLS[number % len(_OPEN_CALLS)]
             stream = 2 * number + 1
             peer.send(headers(stream, path, victim.token))
-            if message is not None:
-                peer.upload(stream, prefixed(message), end=is_half_closed)
+            peer.upload(stream, prefixed(message), end=is_half_closed)
         return peer
 
     def step(peer: Peer) -> None:

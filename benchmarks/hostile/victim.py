@@ -22,7 +22,7 @@ class Victim:
     """A server, at one of its addresses.
 
     Attributes:
-        addresses: Every address by the name of its door: "grpcio", "own", "unix" (the server's own socket for calls),
+        addresses: Every address by the name of its door: "tcp", "unix" (the socket for calls with shared memory),
             "regions" (the socket for leases) and "http", as far as the server has them.
         token: The attacker's valid token; empty if the server asks for none.
         ca: The authority of the server's certificate; None without TLS.
@@ -34,7 +34,7 @@ class Victim:
     token: str
     ca: str | None
     arena_bytes: int
-    door: str = "grpcio"
+    door: str = "tcp"
 
     @classmethod
     def discover(cls, target: str, token: str, ca: str | None, http: str | None = None) -> Victim:
@@ -44,9 +44,7 @@ class Victim:
             stub = pb_grpc.BatchNormGradServiceStub(asked)
             info = stub.ServerInfo(pb.ServerInfoRequest(), metadata=metadata, timeout=10 * TIMEOUT_S)
         host, _, port = target.rpartition(":")
-        addresses: dict[str, tuple[str, int] | str] = {"grpcio": (host, int(port))}
-        if info.endpoints.stream_port:
-            addresses["own"] = (host, info.endpoints.stream_port)
+        addresses: dict[str, tuple[str, int] | str] = {"tcp": (host, int(port))}
         if directory := info.endpoints.local_directory:
             addresses |= {"unix": f"{directory}/{CALLS}", "regions": f"{directory}/{REGIONS}"}
         if http is not None:

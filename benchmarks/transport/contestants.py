@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Any
 
 from benchmarks.transport import Prepare, arrow_flight, certificates, echo, protobuf, sdk, servers, sockets
 from benchmarks.transport import kernel as in_process
-from benchmarks.transport.inputs import MB
 from benchmarks.transport.kernel import Kernel
 from benchmarks.warm_server import WarmServer
 
@@ -22,8 +20,6 @@ TCP, UNIX = "tcp", "unix"
 NETWORKS = {TCP: "TCP loopback", UNIX: "Unix socket"}
 KERNEL, EMPTY = "kernel", "grpc-empty"
 _BNGRAD, _BNGRAD_TLS, _FLIGHT_TLS = "bngrad", "bngrad-tls", "flight-tls"
-ONE_PORT = "bngrad-one-port"
-"""By grpcio at the server's own HTTP/2 port, over TCP; whose messages have 64 MiB at most."""
 TLS = "bngrad-stream-tls", "bngrad-unary-tls", "flight-tls"
 """Those that encrypt, over TCP."""
 TRITON = "triton", "triton-shared"
@@ -38,18 +34,15 @@ class Contestant:
         title: Its name.
         server: The kind of server that it needs; empty if none.
         connect: Connects to that.
-        max_nbytes: The largest tensors that it takes.
     """
 
     title: str
     server: str
     connect: Callable[..., AbstractContextManager[Prepare]]
-    max_nbytes: float = math.inf
 
 
 _OPTIONS = {
     _BNGRAD: (),
-    ONE_PORT: ("--one-port",),
     _BNGRAD_TLS: ("--tls-certificate", str(certificates.CERTIFICATE), "--tls-key", str(certificates.KEY)),
 }
 
@@ -76,7 +69,6 @@ CONTESTANTS: Mapping[str, Contestant] = {
     "bngrad-shared-copy": _bngrad("shared memory, ordinary arrays", transport="shared"),
     "bngrad-stream": _bngrad("stream", transport="stream"),
     "bngrad-unary": _bngrad("unary", transport="unary"),
-    ONE_PORT: Contestant("bngrad, unary, --one-port", ONE_PORT, partial(sdk.connect, transport="unary"), 25 * MB),
     "protobuf": Contestant("plain protobuf service", "protobuf", protobuf.connect),
     "grpc-echo": Contestant("bare gRPC echo, no compute", "echo", echo.connect),
     EMPTY: Contestant("empty gRPC call", "echo", partial(echo.connect, empty=True)),
@@ -102,7 +94,7 @@ def connected(names: list[str], network: str, kernel: Kernel, folder: Path) -> I
 
     Those that know TCP only are left out of other networks.
     """
-    names = [name for name in names if network == TCP or name not in (ONE_PORT, *TLS, *TRITON)]
+    names = [name for name in names if network == TCP or name not in (*TLS, *TRITON)]
     if set(TLS) & set(names):
         certificates.make()
     with contextlib.ExitStack() as stack:

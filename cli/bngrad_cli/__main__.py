@@ -15,7 +15,7 @@ _MODULES = {
     "cli": ("rich",),
     "local": ("llvmlite", "numba"),
     "server": (
-        "grpc_channelz", "grpc_health", "grpc_reflection", "grpc_status", "h11", "prometheus_client", "pydantic",
+        "grpc_health", "grpc_reflection", "h11", "prometheus_client", "pydantic",
         "pydantic_settings",
     ),
 }  # fmt: skip

@@ -46,7 +46,7 @@ _EXPECTED = {
 
 
 GROUPS = {
-    "Addresses": ("listen", "stream_port", "one_port", "advertise_stream", "http", "http_names", "socket_mode"),
+    "Addresses": ("listen", "advertise_stream", "http", "http_names", "socket_mode"),
     "Devices and workers": ("device", "workers", "threads", "worker_timeout"),
     "Memory": ("arena_bytes", "shared_bytes", "shared_group", "pinned_bytes", "gpu_memory_bytes", "max_message_bytes"),
     "TLS and tokens": (
@@ -56,7 +56,7 @@ GROUPS = {
         "max_requests", "max_wait", "max_client_requests", "max_client_bytes", "transfer_timeout", "drain_timeout",
     ),
     "Batches": ("max_batch_jobs", "max_batch_bytes", "max_batch_delay", "front_bytes"),
-    "Logs and traces": ("log_format", "log_level", "traces", "channelz"),
+    "Logs and traces": ("log_format", "log_level", "traces"),
 }  # fmt: skip
 """The settings as the help groups them."""
 

@@ -123,8 +123,10 @@ class UnimplementedError(BngradError, NotImplementedError):
     """The server at the target does not know the call: it is another service, or an older bngrad."""
 
 
-_MESSAGE_TOO_LARGE = "Received message larger than max"
+_MESSAGE_TOO_LARGE = "Received message larger than max", "larger ones go by Exchange"
+"""What servers say of a message that exceeds their limit: before and since they speak HTTP/2 themselves."""
 _MESSAGE_HINT = "; leave out transport='unary', or give the server a larger --max-message-bytes"
+_LOST = "Socket closed", "Connection reset", "TSI_DATA_CORRUPTED"
 _LOST_HINT = " Both sides must use TLS, or neither; a server may also ask for a bngrad.Tls(certificate=..., key=...)."
 _TLS_HINTS = {
     "WRONG_VERSION_NUMBER": "This client uses TLS, and what listens there does not.",
@@ -190,7 +192,8 @@ def from_status(code: grpc.StatusCode, message: str, details: bytes, target: str
         violations = _detail(details, error_details_pb2.BadRequest).field_violations
         return InvalidArgumentError(message, [FieldViolation(each.field, each.description) for each in violations])
     if cls is ResourceExhaustedError:
-        hint = _MESSAGE_HINT if _MESSAGE_TOO_LARGE in message and not message.startswith("CLIENT") else ""
+        is_too_large = any(sign in message for sign in _MESSAGE_TOO_LARGE) and not message.startswith("CLIENT")
+        hint = _MESSAGE_HINT if is_too_large else ""
         return ResourceExhaustedError(f"{target} answered {code.name}: {message}{hint}", _retry_delay_s(details))
     if cls is UnavailableError:
         reason = printable(message.partition("\n")[0]).rstrip(".")  # after a line grpcio may write what is no text
@@ -210,7 +213,7 @@ def _what_to_check(message: str) -> str:
             return hint
     if os.strerror(errno.EMFILE) in message:
         return "This process has no file descriptor left: see ulimit -n."
-    is_lost = "Socket closed" in message or "Connection reset" in message
+    is_lost = any(sign in message for sign in _LOST)
     return "Is `bngrad serve` running there?" + (_LOST_HINT if is_lost else "")
 
 

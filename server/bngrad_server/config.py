@@ -24,28 +24,26 @@ from bngrad_server.setting_types import (
     HttpAddress,
     Metavar,
     Mode,
-    Port,
     Seconds,
     at_least,
 )
 from bngrad_wire.addresses import host_and_port
 from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 
-MAX_CALLS = 64
-"""The most calls of an op that grpcio's port answers at once. Each takes a thread, a unary one also a message."""
 MAX_BATCH_JOBS = 512
 """A batch of this size fits the packet that a worker gets, see `bngrad_server.workers.ipc`."""
 _MAX_THREADS = 1024
 """Even two cores start that many in a second; for four times as many, a worker is silent for too long."""
 _MAX_WORKERS = 256
 """Two cores start that many in 47 s, with 5 GB of memory; of twice as many, none was ready after 90 s."""
+_DEFAULT_MESSAGES = 64
 _LEAST_DEFAULT_MESSAGE_BYTES = 2**26
 _MIB = 2**20
 
 
 def default_max_message_bytes() -> int:
-    """Returns the size at which a message for each of `MAX_CALLS` takes a quarter of the memory, within limits."""
-    return min(max(default_arena_bytes() // 2 // MAX_CALLS, _LEAST_DEFAULT_MESSAGE_BYTES), MAX_PROTOBUF_NBYTES)
+    """Returns the size at which `_DEFAULT_MESSAGES` messages take a quarter of the memory, within limits."""
+    return min(max(default_arena_bytes() // 2 // _DEFAULT_MESSAGES, _LEAST_DEFAULT_MESSAGE_BYTES), MAX_PROTOBUF_NBYTES)
 
 
 def default_arena_bytes() -> int:
@@ -118,16 +116,11 @@ class ServerConfig(BaseSettings):
     it. Requests that do not fit are computed in parts."""
     shared_group: Annotated[str | None, Metavar("GROUP"), Computed("none")] = None
     """Group of users that may share memory, besides the server's own user, who must be in it, too."""
-    stream_port: Annotated[Port, Computed("0, a free one")] = 0
-    """TCP port that takes large tensors, on the host of the first TCP address."""
-    one_port: bool = False
-    """Whether the server's own HTTP/2 takes all calls at the TCP addresses of listen, so that one port is enough;
-    stream_port is not opened then."""
     advertise_stream: Annotated[
-        Advertised | None, Metavar("HOST:PORT|none"), Computed("stream_port, on the host that a client calls")
+        Advertised | None, Metavar("HOST:PORT|none"), Computed("the port of the first TCP address, on the host called")
     ] = None
-    """Where clients find stream_port, if a gateway, NAT or a port mapping is between them and the server; none for no
-    such port, so that clients use the addresses of listen alone."""
+    """Where the SDK connects for large tensors, if a gateway, NAT or a port mapping is between it and the server; none
+    for nowhere, so that it uses the address that it was given alone."""
     max_message_bytes: Annotated[
         Bytes,
         at_least(4 * _MIB, "4MiB", "clients send chunks and small requests in messages of up to that size"),
@@ -155,9 +148,8 @@ class ServerConfig(BaseSettings):
     transfer_timeout_s: Annotated[
         Seconds, at_least(1, "1 s", "connections whose clients do not answer a ping in that time are closed")
     ] = 30.0
-    """How long a client may keep the server waiting for the next message of a call on grpcio's port, or for the next
-    request of an exchange. On the server's own port a transfer may stand still for as long, but at most 5 s. Uploads
-    and downloads have to move 128 KiB a second on average, since they hold memory."""
+    """How long a client may keep the server waiting for the next request of an exchange. A transfer may stand still for
+    as long, but at most 5 s, and has to move 128 KiB a second on average, since it holds memory."""
     worker_timeout_s: Annotated[
         Seconds, at_least(1, "1 s", "healthy workers may be silent for a good part of that")
     ] = 5.0
@@ -183,8 +175,7 @@ class ServerConfig(BaseSettings):
     """Permissions of the Unix sockets to listen on, in octal: users who may write to one may call."""
     max_client_requests: Annotated[int, Computed("0, no limit")] = Field(default=0, ge=0)
     """Most requests of one client in the server at once; further ones are refused, and the client retries later.
-    Clients are told apart by token, else by certificate, else by host or, with shared memory, by process; all others at
-    a unix:PATH of listen count as one client."""
+    Clients are told apart by token, else by certificate, else by host or, at Unix sockets, by process."""
     max_client_bytes: Annotated[Bytes, Computed("0, no limit")] = Field(default=0, ge=0)
     """Most bytes of one client's tensors in the server at once; further requests are refused, and the client retries
     later. One that is larger by itself is always refused."""
@@ -201,8 +192,6 @@ class ServerConfig(BaseSettings):
     """Least level of the lines to log; debug also logs requests that clients cancelled, and how connections end."""
     traces: bool = False
     """Whether OpenTelemetry spans of every request are exported by OTLP, as the OTEL_* variables configure it."""
-    channelz: bool = False
-    """Whether grpc.channelz.v1 tells clients the state of the server's gRPC connections."""
 
     @property
     def has_cores_for_all(self) -> bool:
@@ -239,16 +228,11 @@ class ServerConfig(BaseSettings):
                 raise ValueError(f"listen names {address} twice")
             if self.http == address:
                 raise ValueError(f"http should not be {address}, which listen names")
-            if self.stream_port and address.endswith(f":{self.stream_port}"):
-                raise ValueError(f"stream_port should not be the port of {address}, which listen names")
-        if all(address.startswith("unix:") for address in self.listen):
-            if self.stream_port:
-                raise ValueError("stream_port needs an address HOST:PORT in listen, whose host it uses")
-            if self.one_port:
-                raise ValueError("one_port needs an address HOST:PORT in listen, whose port it is")
-        if self.advertise_stream not in (None, NONE) and not (self.stream_port or self.one_port):
-            port = f"the port to which {self.advertise_stream} leads"
-            raise ValueError(f"advertise_stream needs stream_port or one_port, {port}")
+        is_local = all(address.startswith("unix:") for address in self.listen)
+        if is_local and self.advertise_stream not in (None, NONE):
+            raise ValueError(
+                f"advertise_stream needs an address HOST:PORT in listen, to which {self.advertise_stream} leads"
+            )
         return self
 
     @model_validator(mode="after")

@@ -240,21 +240,6 @@ class Engine:
         with self.transfers.download(nbytes, staged.rpc, self.arena, staged.block), self.admission.transfer():
             yield
 
-    @contextmanager
-    def answer(self, nbytes: int, rpc: RpcContext) -> Iterator[None]:
-        """Limits the time in which a client receives a response that was copied."""
-        with self.transfers.watched(nbytes, rpc), self.admission.transfer():
-            yield
-
-    def answered(self, staged: StagedRequest) -> None:
-        """Counts a computed request, whose response was copied, as answered, and releases its memory.
-
-        Until it is closed, it is in the server still.
-        """
-        staged.is_counted = True
-        self._release_memory(staged)
-        self._count(staged, None)
-
     def close(self) -> None:
         """Ends the workers and closes the arena."""
         self.batcher.close()
@@ -282,11 +267,8 @@ class Engine:
 
     def _close(self, staged: StagedRequest, error: BaseException | None) -> None:
         """Releases a staged request, and has the observer count it."""
-        if staged.is_counted:
-            self._leave(staged)
-        else:
-            self._release(staged)
-            self._count(staged, error)
+        self._release(staged)
+        self._count(staged, error)
 
     def _count(self, staged: StagedRequest, error: BaseException | None) -> None:
         request, rpc, job = staged.request, staged.rpc, staged.job

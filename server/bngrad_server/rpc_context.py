@@ -12,13 +12,7 @@ def no_check() -> None:
 
 
 class Traffic(Protocol):
-    """How a call, or its connection, makes progress; for any thread.
-
-    Attributes:
-        counts_bytes: Whether `moved` counts bytes as they pass, rather than whole messages.
-    """
-
-    counts_bytes: bool
+    """How a call, or its connection, makes progress; for any thread."""
 
     @property
     def moved(self) -> int:
@@ -31,20 +25,16 @@ class Traffic(Protocol):
         """Allows to receive again, after `interrupt`."""
 
 
-class MessageTraffic:
-    """Counts messages, as their owner tells; see `Traffic`."""
+class NoTraffic:
+    """The progress of what neither receives nor sends; see `Traffic`."""
 
-    counts_bytes = False
+    moved = 0
 
-    def __init__(self, interrupt: Callable[[], object] = lambda: None) -> None:
-        self.moved = 0
-        self.interrupt = interrupt
+    def interrupt(self) -> None:
+        """Does nothing."""
 
     def resume(self) -> None:
-        """Does nothing: whatever was interrupted has ended."""
-
-
-_NO_TRAFFIC = MessageTraffic()
+        """Does nothing."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -54,10 +44,10 @@ class RpcContext:
     Attributes:
         client: The client that the call belongs to; clients share the server evenly. The owner of the call's token,
             else the name in the client's certificate, else the host of a TCP connection, the process of a Unix
-            socket. At a Unix socket of grpcio all processes are one client, since it cannot tell them apart.
+            socket.
         deadline: The call's deadline on the monotonic clock; None for none.
         is_cancelled: Returns whether the client has cancelled the call or is gone.
-        abort: Ends the call from any thread; on the HTTP/2 port, by closing its connection.
+        abort: Ends the call from any thread, or its connection if that has no other calls.
         metadata: The call's metadata.
         check: Raises UnauthenticatedError if the call's token is no longer valid; for calls that go on for long.
         traffic: Its progress.
@@ -69,4 +59,4 @@ class RpcContext:
     abort: Callable[[], object]
     metadata: Mapping[str, str]
     check: Callable[[], object] = no_check
-    traffic: Traffic = _NO_TRAFFIC
+    traffic: Traffic = NoTraffic()  # noqa: RUF009 - it has no state

@@ -21,7 +21,6 @@ from bngrad_server.errors import TracingError
 from bngrad_server.memory.leases import LeaseServer
 from bngrad_server.monitor.status import engine_status
 from bngrad_server.monitor.supervisor import MonitorSupervisor
-from bngrad_server.rpc.grpcio_port import GrpcioPort
 from bngrad_server.rpc.health import Health
 from bngrad_server.rpc.http2.port import Http2Port
 from bngrad_server.rpc.other_calls import other_calls
@@ -75,15 +74,14 @@ class Server:
         certificates, authenticator = setup.set_up(config, on_refusal)
         self.engine = Engine(config, self._update_health, observer)
         self._servicer = Servicer(self.engine, authenticator)
-        self._grpcio_port = GrpcioPort(config, self._servicer, self._health, certificates)
         others = other_calls(self._servicer, self._health, has_reflection=config.reflection)
-        self._http2_port = Http2Port(self._servicer, others, self._health, certificates)
+        self._port = Http2Port(self._servicer, others, self._health, certificates)
         self.addresses: list[str] = []
         self._lease_server: LeaseServer | None = None
         try:
             for address in config.listen:
                 self.addresses.append(self._listen(address))
-            self._advertise(self._listen_for_streams())
+            self._advertise()
             self._lease_server = self._listen_for_leases()
             self._monitor = self._listen_for_http()
             self._janitor = Janitor(self._files())
@@ -98,7 +96,7 @@ class Server:
 
     @property
     def endpoints(self) -> tuple[str, str]:
-        """The HTTP/2 port and the directory for clients on this host, each "none" if there is none."""
+        """Where the SDK connects, by the network and on this host, each "none" if there is none."""
         given = self._servicer.info.endpoints
         place = format_host_port(given.stream_host, given.stream_port) if given.stream_host else given.stream_port
         return f"port {place}" if place else "none", given.local_directory or "none"
@@ -111,8 +109,7 @@ class Server:
         """
         if self._monitor is not None:
             self._monitor.start()
-        self._grpcio_port.start()
-        self._http2_port.start()
+        self._port.start()
         if self._lease_server is not None:
             self._lease_server.start()
         self.engine.pool.start()
@@ -121,8 +118,7 @@ class Server:
     def failed_part(self) -> str:
         """The part of the started server whose thread has ended by itself; empty if there is none."""
         alive = {
-            "grpcio's port": self._grpcio_port.is_alive,
-            "the HTTP/2 port": self._http2_port.is_alive,
+            "the port": self._port.is_alive,
             "the leases": self._lease_server is None or self._lease_server.is_alive,
         }
         return next((name for name, is_alive in alive.items() if not is_alive), "")
@@ -131,11 +127,8 @@ class Server:
         """Refuses new requests, waits for the running ones until the timeout, then ends the workers."""
         self._stopping = True
         self._health.close()
-        stopped = self._grpcio_port.stop(drain_timeout_s)
         self.engine.transfers.drain()
-        self._http2_port.stop(drain_timeout_s)
-        while not stopped.wait(_CHECK_S) and self._grpcio_port.is_alive:
-            pass  # without its thread, grpcio never stops
+        self._port.stop(drain_timeout_s)
         if self._lease_server is not None:
             self._lease_server.close()
         if self._monitor is not None:
@@ -154,7 +147,7 @@ class Server:
             "ready": self.engine.pool.is_ready and not self._stopping,
             "stopping": self._stopping,
             "addresses": self.addresses,
-            "connections": self._http2_port.connections,
+            "connections": self._port.connections,
             **engine_status(self.engine),
         }
 
@@ -167,23 +160,16 @@ class Server:
     def _listen(self, address: str) -> str:
         """Listens on an address of ``listen``; returns it, with the port that was chosen for port 0."""
         place = host_and_port(address)
-        if place is None or not self._config.one_port:
-            return self._grpcio_port.listen(address)
-        return format_host_port(place[0], self._http2_port.listen_on_port(*place))
+        if place is None:
+            self._port.listen_on_path(Path(unix_path(address) or ""), int(self._config.socket_mode, 8))
+            return address
+        return format_host_port(place[0], self._port.listen_on_port(*place))
 
-    def _listen_for_streams(self) -> int:
-        """Listens on the HTTP/2 port, and returns it; returns 0, and does not, where no client could find it."""
-        places = [place for address in self.addresses if (place := host_and_port(address)) is not None]
-        port = self._config.stream_port
-        if not places or (self._config.advertise_stream == NONE and not port):
-            return 0
-        host, first_port = places[0]
-        return first_port if self._config.one_port else self._http2_port.listen_on_port(host, port)
-
-    def _advertise(self, port: int) -> None:
-        """Has ServerInfo tell clients where to find the HTTP/2 port."""
-        if self._config.advertise_stream != NONE:
-            host, port = self._config.advertised_stream or ("", port)
+    def _advertise(self) -> None:
+        """Has ServerInfo tell the SDK where to connect."""
+        ports = [place[1] for address in self.addresses if (place := host_and_port(address)) is not None]
+        if ports and self._config.advertise_stream != NONE:
+            host, port = self._config.advertised_stream or ("", ports[0])
             endpoints = self._servicer.info.endpoints
             endpoints.stream_host, endpoints.stream_port = host, port
 
@@ -205,7 +191,7 @@ class Server:
         except OSError as error:
             logger.warning("no memory is shared with clients on this host: %s", error)
             return None
-        self._http2_port.listen_on_socket(lease_server.calls)
+        self._port.listen_on_socket(lease_server.calls)
         self._servicer.info.endpoints.local_directory = str(lease_server.directory)
         return lease_server
 

@@ -37,7 +37,6 @@ class StagedRequest:
         block: Its memory, once it is placed.
         job: The job that computes it, once there is one.
         is_computed: Whether the outputs are there.
-        is_counted: Whether the request is counted as answered, and its memory released, before it is closed.
     """
 
     large_inputs: list[memoryview | None]
@@ -60,7 +59,6 @@ class StagedRequest:
         self.decoded_at = self.placed_at = time.monotonic()
         self.job: Job | None = None
         self.is_computed = False
-        self.is_counted = False
         self._arena = arena
         self._regions = regions
         self._sent_ahead = sent_ahead

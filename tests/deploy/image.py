@@ -94,8 +94,7 @@ def build(engine: Engine, dockerfile: str, tag: str, base: str | None) -> None:
 def container(engine: Engine, *options: str) -> Iterator[tuple[str, str]]:
     """Runs a server in a container during the block, and gives its address."""
     began = time.monotonic()
-    settings = ["--env=BNGRAD_LISTEN=127.0.0.1:0,unix:/tmp/bngrad.sock", "--env=BNGRAD_STREAM_PORT=0",
-                "--env=BNGRAD_HTTP=127.0.0.1:0"]  # fmt: skip
+    settings = ["--env=BNGRAD_LISTEN=127.0.0.1:0,unix:/tmp/bngrad.sock", "--env=BNGRAD_HTTP=127.0.0.1:0"]
     name = engine("run", "--detach", "--ipc=shareable", *engine.options, *CAREFUL, *settings, *options, f"{IMAGE}:cpu")
     try:
         while " ready on " not in (log := engine("logs", name)):

@@ -1,7 +1,7 @@
 """Runs the deployment with TLS, tokens and Prometheus by podman-compose.
 
 Needs root, podman with runc, networks in which containers know each other's names (netavark with aardvark-dns), the
-images that `tests.deploy.image` leaves, and the ports 9090, 9464, 50051 and 50052 of this host. Prometheus is Debian's,
+images that `tests.deploy.image` leaves, and the ports 9090, 9464 and 50051 of this host. Prometheus is Debian's,
 so that no registry need be reached; Grafana, which Debian has not, is left out. Run it as ``make image-test``. With
 ``--engine docker``, a Docker Engine that runs and Docker Compose do it.
 """

@@ -54,7 +54,7 @@ class Fleet:
             host: (
                 *(*ONE_WORKER, "--shared-bytes", "0", "--advertise-stream", "none", "--open-health"),
                 *("--tls-certificate", str(pair.certificate), "--tls-key", str(pair.key)),
-                *("--token-file", str(directory / "tokens"), *(("--one-port",) if host == HOSTS[1] else ())),
+                *("--token-file", str(directory / "tokens")),
             )
             for host in HOSTS
         }

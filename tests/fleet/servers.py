@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from tests.namespaces import Host, Network
 
 DOMAIN = "fleet.test"
-PORT, STREAM_PORT = 50051, 50052
+PORT, OTHER_PORT = 50051, 50052
 
 
 class Server:
@@ -20,14 +20,14 @@ class Server:
     Each batch is one call, so that its count of batches is that of calls.
     """
 
-    def __init__(self, host: Host) -> None:
-        """Begins to start it."""
+    def __init__(self, host: Host, advertised: str = "") -> None:
+        """Begins to start it; clients are told that its port is elsewhere, if it is."""
         self.host = host
         self.address = host.address
         self._process = host.popen(
             sys.executable, "-m", "bngrad_cli", "serve", "--listen", f"{host.address}:{PORT}",
-            "--stream-port", str(STREAM_PORT), "--device", "cpu", "--workers", "1", "--threads", "1",
-            "--shared-bytes", "0", "--max-batch-jobs", "1",
+            "--advertise-stream", advertised or f"{host.address}:{PORT}",
+            "--device", "cpu", "--workers", "1", "--threads", "1", "--shared-bytes", "0", "--max-batch-jobs", "1",
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
@@ -76,8 +76,8 @@ class Server:
 
 
 @contextmanager
-def serving(network: Network, *names: str) -> Iterator[list[Server]]:
-    servers = [Server(network.hosts[name]) for name in names]
+def serving(network: Network, *names: str, advertised: str = "") -> Iterator[list[Server]]:
+    servers = [Server(network.hosts[name], advertised) for name in names]
     try:
         for server in servers:
             server.wait_until_ready()

@@ -65,9 +65,9 @@ def mapping() -> Iterator[PortMapping]:
 
 
 def test_tensors_go_to_the_address_that_a_server_advertises(mapping: PortMapping) -> None:
-    options = ("--stream-port", str(mapping.target), "--advertise-stream", f"localhost:{mapping.port}", *ONE_WORKER)
+    options = ("--advertise-stream", f"localhost:{mapping.port}", *ONE_WORKER)
     inputs = random_inputs(CASE.spec())
-    with EmbeddedServer(options=options) as server:
+    with EmbeddedServer(f"127.0.0.1:{mapping.target}", options=options) as server:
         advertised = endpoints_of(server.target)
         assert (advertised.stream_host, advertised.stream_port) == ("localhost", mapping.port)
         assert mapping.target in ports_of(server.process.pid)

@@ -67,7 +67,6 @@ def test_grpcs_own_weighted_round_robin_reaches_every_server(targets: list[str])
 
 
 def test_both_stock_clients_of_a_unix_socket_get_reports(tmp_path: Path) -> None:
-    """grpcio does not tell their connections apart."""
     request = ops.V2.prepare(random_inputs(SMALL, 1), TensorFlowAttributes(1e-4, "NHWC", True, "variance", 0), None)
     alone = [("grpc.use_local_subchannel_pool", 1)]  # with the global pool they would share a connection
     calls: list[grpc.UnaryUnaryMultiCallable[bytes, bytes]] = []

@@ -100,7 +100,7 @@ def test_a_large_exchange_takes_little_more_memory_than_its_tensors(
 
 def test_what_a_large_message_took_is_given_back() -> None:
     tensor, stats = np.ones((2**18, 1, 1, 64), np.float32), np.ones(64, np.float32)  # 64 MiB a tensor
-    options = (*ONE_WORKER, "--max-message-bytes", "256MiB", "--arena-bytes", "256MiB", "--one-port")
+    options = (*ONE_WORKER, "--max-message-bytes", "256MiB", "--arena-bytes", "256MiB")
     with EmbeddedServer(options=options) as server, bngrad.Client(server.target, transport="unary") as client:
         client.fused_batch_norm_grad_v2(tensor, tensor, stats, stats, stats)
         tensors, message = 3 * tensor.nbytes, 2 * tensor.nbytes

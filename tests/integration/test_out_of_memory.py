@@ -11,7 +11,7 @@ import grpc
 import psutil
 import pytest
 from tests.raw_http2 import path_of, request
-from tests.servers import ONE_WORKER, TIMEOUT_S, descriptors_of, is_running, targets_of, wait_until, worker_pid
+from tests.servers import ONE_WORKER, TIMEOUT_S, descriptors_of, targets_of, wait_until, worker_pid
 
 from bngrad_cli.embedded import EmbeddedServer
 
@@ -40,7 +40,7 @@ def nearly_without_memory(server: EmbeddedServer, spare_nbytes: int) -> Iterator
 def test_calls_without_memory_end_soon_and_leave_nothing_behind(spare_nbytes: int) -> None:
     """Where nothing at all is left, the system may not even give what it takes to refuse a call with a status."""
     with (
-        EmbeddedServer(options=(*ONE_WORKER, "--max-message-bytes", "64MiB", "--one-port")) as server,
+        EmbeddedServer(options=(*ONE_WORKER, "--max-message-bytes", "64MiB")) as server,
         grpc.insecure_channel(server.target, options=OPTIONS) as channel,
     ):
         call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(OP)
@@ -72,33 +72,3 @@ def test_a_worker_survives_a_front_process_without_memory() -> None:
                 call(SMALL, timeout=TIMEOUT_S)
                 time.sleep(0.1)
         assert worker_pid(server) == worker
-
-
-@pytest.fixture
-def server_without_grpcio() -> Iterator[EmbeddedServer]:
-    """A server that has just received a message on grpcio's port, but got no memory to give it to Python.
-
-    This ends the thread of grpcio that begins all calls. With even less memory, grpcio itself aborts the process.
-    """
-    with (
-        EmbeddedServer(options=(*ONE_WORKER, "--drain-timeout", "1")) as server,
-        grpc.insecure_channel(server.target, options=OPTIONS) as channel,
-    ):
-        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(OP)
-        call(SMALL, timeout=TIMEOUT_S)
-        with nearly_without_memory(server, len(LARGE) * 3 // 2):
-            pending = call.future(LARGE, timeout=TIMEOUT_S)
-            wait_until(lambda: "MemoryError" in server.stderr() or not is_running(server.process.pid), poll_s=0.001)
-            yield server
-            pending.cancel()
-            server.process.kill()
-
-
-def test_a_server_ends_whose_calls_on_grpcios_port_would_hang(server_without_grpcio: EmbeddedServer) -> None:
-    assert server_without_grpcio.process.wait(TIMEOUT_S) == 1
-    assert "the server ends, since the thread of grpcio's port has ended" in server_without_grpcio.stderr()
-
-
-def test_a_server_that_is_stopped_does_not_wait_for_these_calls(server_without_grpcio: EmbeddedServer) -> None:
-    server_without_grpcio.process.terminate()
-    server_without_grpcio.process.wait(TIMEOUT_S)

@@ -122,7 +122,7 @@ def test_errors_are_within_their_bounds_through_the_server(client: bngrad.Client
         assert_within_bounds(spec, outputs)
 
 
-@pytest.mark.parametrize("where", ["grpcio", "tcp", "local"])
+@pytest.mark.parametrize("where", ["tcp", "local"])
 def test_the_stock_client_exchanges_three_tensors_for_two(server: EmbeddedServer, where: str) -> None:
     spec = spec_of("NHWC")
     arrays = inputs_of(spec)

@@ -58,7 +58,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]
             yield server
 
 
-@pytest.fixture(params=["grpcio", "tcp", "local"])
+@pytest.fixture(params=["tcp", "local"])
 def channels(request: pytest.FixtureRequest, server: EmbeddedServer) -> Iterator[list[grpc.Channel]]:
     target = targets_of(server.target)[request.param]
     own = [("grpc.use_local_subchannel_pool", 1)]  # gives each channel its own connection

@@ -1,4 +1,4 @@
-"""Real servers: on TCP and on a Unix socket, by grpcio, and on one port, by the server's own HTTP/2."""
+"""A real server, on TCP and on a Unix socket."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from bngrad_cli.embedded import EmbeddedServer
 @pytest.fixture(scope="session")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     unix = f"unix:{tmp_path_factory.mktemp('socket') / 'bngrad.sock'}"
-    with EmbeddedServer(options=("--listen", unix)) as server, EmbeddedServer(options=("--one-port",)) as with_one_port:
-        yield {"tcp": server.target, "unix": unix, "one port": with_one_port.target}
+    with EmbeddedServer(options=("--listen", unix)) as server:
+        yield {"tcp": server.target, "unix": unix}

@@ -1,4 +1,4 @@
-"""The log of a real server: formats, request ids, rate limits. And channelz."""
+"""The log of a real server: formats, request ids, rate limits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from tests.monitoring.conftest import HTTP, call, http_of, status_of
-from tests.servers import ONE_WORKER, TIMEOUT_S, endpoints_of, targets_of, wait_until, workers_of
+from tests.servers import ONE_WORKER, TIMEOUT_S, targets_of, wait_until, workers_of
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
@@ -31,7 +30,7 @@ MARK = 0.1234567
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer(options=(*HTTP, "--log-format", "json", "--channelz")) as server:
+    with EmbeddedServer(options=(*HTTP, "--log-format", "json")) as server:
         yield server
 
 
@@ -48,13 +47,10 @@ def failures(server: EmbeddedServer) -> list[dict[str, Any]]:
     return [line for line in lines if line["logger"] == "bngrad_server.telemetry.observer"]
 
 
-@pytest.mark.parametrize("way", ["grpcio", "own endpoint"])
-def test_a_failed_request_is_logged_with_the_id_of_its_client(server: EmbeddedServer, way: str) -> None:
-    endpoint = f"127.0.0.1:{endpoints_of(server.target).stream_port}"
-    name = way.replace(" ", "-")
-    send_wrong_request(server.target if way == "grpcio" else endpoint, ("x-request-id", name))
-    wait_until(lambda: any(line["request_id"] == name for line in failures(server)))
-    (line,) = (line for line in failures(server) if line["request_id"] == name)
+def test_a_failed_request_is_logged_with_the_id_of_its_client(server: EmbeddedServer) -> None:
+    send_wrong_request(server.target, ("x-request-id", "mine"))
+    wait_until(lambda: any(line["request_id"] == "mine" for line in failures(server)))
+    (line,) = (line for line in failures(server) if line["request_id"] == "mine")
     assert (line["level"], line["code"], line["op"]) == ("info", "INVALID_ARGUMENT", "FusedBatchNormGradV2")
     assert (line["transport"], line["client"]) == ("unary", "127.0.0.1")
     assert "scale must be given" in line["message"]
@@ -89,17 +85,6 @@ def test_in_a_storm_of_errors_only_some_are_logged_and_the_others_are_counted(se
     wait_until(lambda: ended() == before + count)
     wait_until(lambda: len(failures(server)) + left_out() == ended())
     assert left_out() > 0
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_channelz_answers_if_it_is_enabled(server: EmbeddedServer, watched: EmbeddedServer, is_there: bool) -> None:
-    with grpc.insecure_channel(server.target if is_there else watched.target) as channel:
-        get_servers = channelz_pb2_grpc.ChannelzStub(channel).GetServers
-        if is_there:
-            assert get_servers(channelz_pb2.GetServersRequest()).server[0].data.calls_started >= 1
-        else:
-            with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
-                get_servers(channelz_pb2.GetServersRequest())
 
 
 def test_warnings_of_libraries_are_logged() -> None:

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import propagate, trace
 from opentelemetry.sdk.trace import TracerProvider
 from tests.monitoring.conftest import call
-from tests.servers import TIMEOUT_S, Transport, endpoints_of, wait_until, workers_of
+from tests.servers import TIMEOUT_S, Transport, wait_until, workers_of
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
@@ -96,18 +96,12 @@ def sdk_call(target: str, transport: Transport) -> None:
         call(client)
 
 
-def own_endpoint(target: str) -> str:
-    return f"127.0.0.1:{endpoints_of(target).stream_port}"
-
-
 CALLS: dict[str, Callable[[str], None]] = {
     "SDK, unary": lambda target: sdk_call(target, "unary"),
     "SDK, stream": lambda target: sdk_call(target, "stream"),
     "SDK, shared": lambda target: sdk_call(target, "shared"),
     "grpcio, unary": lambda target: stub_call(target, chunked=False),
     "grpcio, stream": lambda target: stub_call(target, chunked=True),
-    "own endpoint, unary": lambda target: stub_call(own_endpoint(target), chunked=False),
-    "own endpoint, stream": lambda target: stub_call(own_endpoint(target), chunked=True),
 }
 
 
@@ -141,12 +135,11 @@ def test_a_request_continues_the_trace_of_its_client(receiver: Receiver, traced:
 
 
 def test_a_request_that_fails_has_a_span_with_its_status(receiver: Receiver, traced: EmbeddedServer) -> None:
-    for target in (traced.target, own_endpoint(traced.target)):
-        tracer = TracerProvider().get_tracer("test")
-        with tracer.start_as_current_span("training step") as step, pytest.raises(grpc.RpcError, match="epsilon"):
-            stub_call(target, chunked=False, epsilon=-1.0)
-        (span,) = spans_of(receiver, step, 1)
-        assert (span["kind"], span["status"], span["code"]) == (SERVER, ERROR, 3)
+    tracer = TracerProvider().get_tracer("test")
+    with tracer.start_as_current_span("training step") as step, pytest.raises(grpc.RpcError, match="epsilon"):
+        stub_call(traced.target, chunked=False, epsilon=-1.0)
+    (span,) = spans_of(receiver, step, 1)
+    assert (span["kind"], span["status"], span["code"]) == (SERVER, ERROR, 3)
 
 
 def test_health_is_answered_while_many_traced_calls_wait() -> None:

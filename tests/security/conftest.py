@@ -20,7 +20,7 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 from bngrad_wire.token_format import new_token
 
-LISTENERS = ("grpcio TCP", "grpcio Unix", "own TCP", "own Unix")
+LISTENERS = ("TCP", "Unix", "local")
 _ARRAY = np.ones((2, 3, 3, 4), np.float32)
 _STATS = np.ones(4, np.float32)
 
@@ -80,19 +80,19 @@ class Guarded:
         """Returns a client of alice, except for the arguments given."""
         return bngrad.Client(target or self.server.target, **{"tls": self.tls, "token": self.token, **arguments})
 
-    def port(self, listener: str) -> tuple[str, int]:
-        """Returns host and port of a TCP address."""
+    @property
+    def port(self) -> tuple[str, int]:
+        """Host and port of the TCP address."""
         host, _, port = self.server.target.rpartition(":")
-        return host, int(port) if listener == "grpcio TCP" else self.endpoints.stream_port
+        return host, int(port)
 
     def channel(self, listener: str) -> grpc.Channel:
         """Returns a stock channel to an address, with a connection of its own, and alice's certificate over TCP."""
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
         if listener.endswith("Unix"):
-            target = self.unix_target if listener == "grpcio Unix" else f"unix:{self.endpoints.local_directory}/calls"
+            target = self.unix_target if listener == "Unix" else f"unix:{self.endpoints.local_directory}/calls"
             return grpc.insecure_channel(target, options)
-        host, port = self.port(listener)
-        return grpc.secure_channel(f"{host}:{port}", self.credentials, options)
+        return grpc.secure_channel(self.server.target, self.credentials, options)
 
     @property
     def credentials(self) -> grpc.ChannelCredentials:

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from tests.monitoring.conftest import HTTP, http_of
 from tests.security.conftest import Guarded, ask
-from tests.servers import wait_until
+from tests.servers import Transport, wait_until
 
 import bngrad
 from bngrad_cli.main import main as command_line
@@ -28,14 +28,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         yield guarded
 
 
-@pytest.mark.parametrize("listener", ["grpcio TCP", "own TCP"])
-def test_the_name_in_a_certificate_forges_no_line_and_controls_no_terminal(server: Guarded, listener: str) -> None:
+@pytest.mark.parametrize("transport", ["unary", "stream"])
+def test_the_name_in_a_certificate_forges_no_line_and_controls_no_terminal(
+    server: Guarded, transport: Transport
+) -> None:
     pair = server.authority.issue("eve@work.example", common_name=NAME)
-    host, port = server.port(listener)
     tls = bngrad.Tls(server.authority.path, pair.certificate, pair.key)
     before = server.server.stderr().count(ESCAPED)
     with (
-        bngrad.Client(f"{host}:{port}", transport="unary", tls=tls) as client,
+        bngrad.Client(server.server.target, transport=transport, tls=tls) as client,
         pytest.raises(bngrad.InvalidArgumentError),
     ):
         ask(client, epsilon=-1.0)

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import gzip
-import re
 import resource
 import socket
-import ssl
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
-from urllib.request import urlopen
 
 import grpc
 import psutil
 import pytest
-from benchmarks.hostile.victim import Victim
 from tests.raw_http2 import path_of, request
 from tests.security.conftest import LISTENERS, Guarded, ask
-from tests.servers import free_port, wait_until
+from tests.servers import wait_until
 
 import bngrad
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_wire.http2 import frames
 from bngrad_wire.token_format import new_token
 
 _MOST_MEMORY = 700 * 2**20
@@ -59,7 +52,7 @@ def open_to_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 @contextmanager
 def attack(name: str, guarded: Guarded) -> Iterator[subprocess.Popen[bytes]]:
     arguments = [name, "--target", guarded.server.target, "--token", guarded.token, "--ca", str(guarded.authority.path)]
-    command = [sys.executable, "-m", "benchmarks.hostile", *arguments, "--doors", "grpcio", "own"]
+    command = [sys.executable, "-m", "benchmarks.hostile", *arguments, "--doors", "tcp"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path.cwd()) as process:
         try:
             assert process.stdout is not None
@@ -73,13 +66,13 @@ def attack(name: str, guarded: Guarded) -> Iterator[subprocess.Popen[bytes]]:
 def test_a_good_client_is_served_beside_hostile_ones(open_to_all: Guarded, name: str) -> None:
     guarded = open_to_all
     front = psutil.Process(guarded.server.process.pid)
-    with guarded.client(transport="unary") as grpcio, guarded.client(transport="stream") as own:
-        for client in (grpcio, own):
+    with guarded.client(transport="unary") as unary, guarded.client(transport="stream") as stream:
+        for client in (unary, stream):
             ask(client)
         descriptors = front.num_fds()
         with attack(name, guarded) as bad:
             for _ in range(_CALLS):
-                for client in (grpcio, own):
+                for client in (unary, stream):
                     ask(client)
                 with guarded.client(transport="unary") as newcomer:
                     ask(newcomer)
@@ -93,20 +86,19 @@ def test_half_open_connections_take_memory_and_descriptors_up_to_a_limit(open_to
     """Connected clients are served meanwhile; new ones get in once handshakes have timed out."""
     guarded = open_to_all
     front = psutil.Process(guarded.server.process.pid)
-    soft, _ = front.rlimit(psutil.RLIMIT_NOFILE)
-    most = min(8192, max(soft - 2048, soft // 2) // 2)  # grpcio has two addresses here
-    with guarded.client(transport="unary") as grpcio, guarded.client(transport="stream") as own:
-        for client in (grpcio, own):
+    most = 1024  # connections that have made no call
+    with guarded.client(transport="unary") as unary, guarded.client(transport="stream") as stream:
+        for client in (unary, stream):
             ask(client)
         descriptors, memory = front.num_fds(), front.memory_info().rss
         most_seen = descriptors
         with many_descriptors(), ExitStack() as held:
             for number in range(_HALF_OPEN):
                 with suppress(OSError):
-                    held.enter_context(socket.create_connection(guarded.port("grpcio TCP"), 60))
+                    held.enter_context(socket.create_connection(guarded.port, 60))
                 if number % 500 == 0:
                     most_seen = max(most_seen, front.num_fds())
-            for client in (grpcio, own):
+            for client in (unary, stream):
                 ask(client)
             assert descriptors + most // 4 < most_seen <= descriptors + most + _SPARE_DESCRIPTORS
             assert front.memory_info().rss < memory + 2 * _CONNECTION_BYTES * most
@@ -132,29 +124,6 @@ def many_descriptors() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@pytest.mark.parametrize(
-    "frame", [frames.window_update(0, 1), frames.frame(frames.PING, 0, 0, bytes(8))], ids=["window", "ping"]
-)
-def test_a_flood_of_frames_is_paused_and_then_ended_on_grpcios_port(open_to_all: Guarded, frame: bytes) -> None:
-    victim = Victim.discover(open_to_all.server.target, open_to_all.token, str(open_to_all.authority.path))
-    flood = frame * 4096
-    with victim.connect() as sock:
-        sock.sendall(frames.PREFACE + frames.settings({}))
-        sock.setblocking(False)
-        longest, sent_at = 0.0, time.monotonic()
-        with suppress(OSError):
-            while True:
-                with suppress(ssl.SSLWantReadError):
-                    if not sock.recv(2**16):
-                        break
-                with suppress(ssl.SSLWantWriteError):
-                    sock.send(flood)
-                    sent_at = time.monotonic()
-                longest = max(longest, time.monotonic() - sent_at)
-                time.sleep(0.001)
-    assert longest > _PAUSE_S
 
 
 @pytest.mark.parametrize("listener", LISTENERS)
@@ -185,35 +154,14 @@ def test_a_client_has_no_more_than_its_share(limited: tuple[Guarded, str], liste
         exchange: grpc.StreamStreamMultiCallable[bytes, bytes] = first.stream_stream(path_of("Exchange"))
         held = exchange(upload(), metadata=_as(guarded.token), timeout=60)
         try:
-            wait_until(lambda: guarded.info().requests == 1)
+            # Once, it might only have arrived.
+            wait_until(lambda: all(guarded.info().requests == 1 for _ in range(5)))
             assert code_of(second, message, guarded.token) == grpc.StatusCode.RESOURCE_EXHAUSTED
             assert code_of(second, message, bob) == grpc.StatusCode.OK
         finally:
             held.cancel()
             go_on.set()
         wait_until(lambda: code_of(second, message, guarded.token) == grpc.StatusCode.OK)
-
-
-def test_who_cancels_hundreds_of_calls_is_paused_although_its_connections_are_short(tmp_path: Path) -> None:
-    """The attacker violates flow control too, so that grpcio ends each of its connections after some calls."""
-    page = f"127.0.0.1:{free_port('127.0.0.1')}"
-    refused = re.compile(r'^bngrad_refused_calls_total{code="RESOURCE_EXHAUSTED"} ([\d.]+)$', re.MULTILINE)
-
-    def count() -> float:
-        with urlopen(f"http://{page}/metrics") as response:
-            found = refused.search(response.read().decode())
-        return float(found[1]) if found else 0.0
-
-    guarded = Guarded(tmp_path, client_ca=False, options=("--http", page))
-    with guarded.running(), attack("quick_cancels", guarded):
-        wait_until(lambda: count() > 0)
-        time.sleep(1)
-        counts, end = [count()], time.monotonic() + 3
-        while time.monotonic() < end:
-            time.sleep(0.2)
-            counts.append(count())
-    # After a pause it is refused hundreds of times at once, more on a busy machine; without pauses, all the time.
-    assert sum(before < after for before, after in pairwise(counts)) < len(counts) / 2
 
 
 @pytest.fixture(scope="module")

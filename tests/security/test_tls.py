@@ -21,7 +21,6 @@ import bngrad
 from bngrad_wire.http2 import frames
 from bngrad_wire.token_format import new_token
 
-TCP_LISTENERS = ("grpcio TCP", "own TCP")
 _LOST = "Both sides must use TLS, or neither; a server may also ask for a bngrad.Tls(certificate=..., key=...)."
 _HELLO = frames.PREFACE + frames.settings({})
 
@@ -62,23 +61,20 @@ def too_old(version: ssl.TLSVersion) -> ssl.SSLContext:
     return made
 
 
-@pytest.mark.parametrize("listener", TCP_LISTENERS)
-def test_a_client_with_a_certificate_is_accepted(guarded: Guarded, listener: str) -> None:
-    assert is_greeted(hear(guarded.port(listener), context(guarded.authority, guarded.alice)))
+def test_a_client_with_a_certificate_is_accepted(guarded: Guarded) -> None:
+    assert is_greeted(hear(guarded.port, context(guarded.authority, guarded.alice)))
 
 
-@pytest.mark.parametrize("listener", TCP_LISTENERS)
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_both_versions_of_tls_are_accepted(guarded: Guarded, listener: str, version: ssl.TLSVersion) -> None:
+def test_both_versions_of_tls_are_accepted(guarded: Guarded, version: ssl.TLSVersion) -> None:
     how = context(guarded.authority, guarded.alice)
     how.minimum_version = how.maximum_version = version
-    assert is_greeted(hear(guarded.port(listener), how))
+    assert is_greeted(hear(guarded.port, how))
 
 
-@pytest.mark.parametrize("listener", TCP_LISTENERS)
 @pytest.mark.parametrize("who", ["nobody", "expired", "somebody else's", "self-made", "plain", "TLS 1.0", "TLS 1.1"])
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
-def test_other_clients_are_refused(guarded: Guarded, listener: str, who: str, tmp_path: Path) -> None:
+def test_other_clients_are_refused(guarded: Guarded, who: str, tmp_path: Path) -> None:
     alice, other = "alice@work.example", Authority(tmp_path, "other")
     how: dict[str, Callable[[], ssl.SSLContext | None]] = {
         "nobody": lambda: context(guarded.authority),
@@ -89,12 +85,11 @@ def test_other_clients_are_refused(guarded: Guarded, listener: str, who: str, tm
         "TLS 1.0": lambda: too_old(ssl.TLSVersion.TLSv1),
         "TLS 1.1": lambda: too_old(ssl.TLSVersion.TLSv1_1),
     }
-    assert not is_greeted(hear(guarded.port(listener), how[who]()))
+    assert not is_greeted(hear(guarded.port, how[who]()))
 
 
-@pytest.mark.parametrize("listener", TCP_LISTENERS)
-def test_garbage_within_tls_ends_the_connection_without_log_lines_of_grpcio(guarded: Guarded, listener: str) -> None:
-    place, how = guarded.port(listener), context(guarded.authority, guarded.alice)
+def test_garbage_within_tls_ends_the_connection(guarded: Guarded) -> None:
+    place, how = guarded.port, context(guarded.authority, guarded.alice)
     with socket.create_connection(place, 60) as plain, wrapped(plain, how) as sock:
         os.write(sock.fileno(), b"\x17\x03\x03\x00\x20" + bytes(32))  # a record that is not encrypted
         with suppress(OSError):
@@ -148,8 +143,8 @@ def hash_of(certificate: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def wait_until_greeted(guarded: Guarded, listener: str, how: ssl.SSLContext, *, greeted: bool = True) -> None:
-    place = guarded.port(listener)
+def wait_until_greeted(guarded: Guarded, how: ssl.SSLContext, *, greeted: bool = True) -> None:
+    place = guarded.port
     wait_until(lambda: is_greeted(hear(place, how)) == greeted)
 
 
@@ -158,16 +153,13 @@ def test_an_expired_certificate_is_refused_and_replaced_without_restart(own_guar
     how = context(guarded.authority, guarded.alice)
     with guarded.client() as client:
         ask(client)
-        for listener in TCP_LISTENERS:
-            wait_until_greeted(guarded, listener, how)
+        wait_until_greeted(guarded, how)
         guarded.show(guarded.authority.issue(*HOSTS, expired=True))
-        for listener in TCP_LISTENERS:
-            wait_until_greeted(guarded, listener, how, greeted=False)
+        wait_until_greeted(guarded, how, greeted=False)
         assert refusal(guarded, transport="stream").endswith("Its certificate has expired, or the clock here is wrong.")
         ask(client)  # on the connection that it has
     guarded.show(guarded.authority.issue(*HOSTS))
-    for listener in TCP_LISTENERS:
-        wait_until_greeted(guarded, listener, how)
+    wait_until_greeted(guarded, how)
     with guarded.client() as client:
         ask(client)
 
@@ -177,19 +169,16 @@ def test_the_client_authority_is_replaced_without_restart(own_guarded: Guarded, 
     before = context(guarded.authority, guarded.alice)
     after = context(guarded.authority, other.issue("bob@work.example"))
     before.maximum_version = ssl.TLSVersion.TLSv1_2  # whose sessions are there at once
-    sessions = {}
-    for listener in TCP_LISTENERS:
-        with wrapped(socket.create_connection(guarded.port(listener), 60), before) as sock:
-            assert isinstance(sock, ssl.SSLSocket)
-            sessions[listener] = sock.session
-    with wrapped(socket.create_connection(guarded.port("own TCP"), 60), before) as held:
+    with wrapped(socket.create_connection(guarded.port, 60), before) as sock:
+        assert isinstance(sock, ssl.SSLSocket)
+        session = sock.session
+    with wrapped(socket.create_connection(guarded.port, 60), before) as held:
         held.sendall(_HELLO)
         assert is_greeted(held.recv(2**16))
         guarded.accept(other)
-        for listener in TCP_LISTENERS:
-            wait_until_greeted(guarded, listener, after)
-            assert not is_greeted(hear(guarded.port(listener), before))
-            assert not is_greeted(hear(guarded.port(listener), before, sessions[listener]))
+        wait_until_greeted(guarded, after)
+        assert not is_greeted(hear(guarded.port, before))
+        assert not is_greeted(hear(guarded.port, before, session))
         while held.recv(2**16):  # the connection of one who is accepted no more ends
             pass
 

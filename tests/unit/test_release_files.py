@@ -166,7 +166,7 @@ def test_messages_on_the_pages_about_trouble_are_real(page: str, least: int) -> 
 
 def test_the_systemd_units_settings_are_valid() -> None:
     effective, _ = settings.load(ROOT / "examples/systemd/bngrad.toml", {})
-    assert effective.stream_port == 50052
+    assert effective.http == "127.0.0.1:9464"
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:

@@ -20,11 +20,19 @@ LOST_ERRNOS = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETU
 """What the system says of a connection whose other end does not answer."""
 
 
-def enable(sock: socket.socket) -> None:
-    """Has the system ask the other end whether it is there when nothing has come for a while."""
+def enable(sock: socket.socket, idle_s: int = _IDLE_S, interval_s: int = _INTERVAL_S) -> None:
+    """Has the system ask the other end whether it is there when nothing has come for a while.
+
+    Of a listening socket, it does so for the connections that are accepted.
+
+    Args:
+        sock: The socket.
+        idle_s: For how long.
+        interval_s: How long it waits for each of `_COUNT` answers.
+    """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _COUNT)
 
 

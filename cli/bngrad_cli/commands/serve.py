@@ -31,8 +31,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     \b
     Examples:
       bngrad serve --listen unix:/tmp/bngrad.sock --http localhost:9464
-      bngrad serve --listen 0.0.0.0:50051 --stream-port 50052 \\
-          --tls-certificate server.pem --tls-key server.key --token-file tokens
+      bngrad serve --listen 0.0.0.0:50051 --tls-certificate server.pem --tls-key server.key --token-file tokens
     """  # noqa: D301 - click wants the character \b
     effective, given = settings.load(config, flags)
     from bngrad_server.runtime.malloc import set_up_heap  # noqa: PLC0415

@@ -133,8 +133,6 @@ class BatchNormGradServiceServicer(object):
 
         A tensor in shared memory is there already: it comes with its location, and no elements follow. A GPU of the server
         copies it, and requests name the ticket beside the location; one that the server does not know has no effect.
-
-        Only the server's own HTTP/2 port serves it; see Endpoints.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

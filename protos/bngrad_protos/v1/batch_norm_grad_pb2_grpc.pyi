@@ -65,8 +65,6 @@ class BatchNormGradServiceStub:
 
     A tensor in shared memory is there already: it comes with its location, and no elements follow. A GPU of the server
     copies it, and requests name the ticket beside the location; one that the server does not know has no effect.
-
-    Only the server's own HTTP/2 port serves it; see Endpoints.
     """
     ServerInfo: _grpc.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.ServerInfoRequest, _batch_norm_grad_pb2.ServerInfoResponse]
     """Describes the server: its version, devices, limits and endpoints."""
@@ -104,8 +102,6 @@ class BatchNormGradServiceAsyncStub(BatchNormGradServiceStub):
 
     A tensor in shared memory is there already: it comes with its location, and no elements follow. A GPU of the server
     copies it, and requests name the ticket beside the location; one that the server does not know has no effect.
-
-    Only the server's own HTTP/2 port serves it; see Endpoints.
     """
     ServerInfo: _aio.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.ServerInfoRequest, _batch_norm_grad_pb2.ServerInfoResponse]  # type: ignore[assignment]
     """Describes the server: its version, devices, limits and endpoints."""
@@ -176,8 +172,6 @@ class BatchNormGradServiceServicer(metaclass=_abc_1.ABCMeta):
 
         A tensor in shared memory is there already: it comes with its location, and no elements follow. A GPU of the server
         copies it, and requests name the ticket beside the location; one that the server does not know has no effect.
-
-        Only the server's own HTTP/2 port serves it; see Endpoints.
         """
 
     @_abc_1.abstractmethod

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _LEAST_BYTES_PER_S = 1 << 17
 """A megabit a second."""
 _WINDOW_S = 5.0
-"""How long a transfer may stand still whose every byte is seen; never longer than the timeout."""
+"""How long a transfer may stand still; never longer than the timeout."""
 _CHECK_INTERVAL_S = 0.25
 _RATE_INTERVAL_S = 1.0
 _FIRST_INTERVAL_S = 0.5
@@ -111,7 +111,6 @@ class _Transfer(_Wait):
         self.block = block
         self.left_nbytes = nbytes
         self._window_s = window_s
-        self._counts_bytes = rpc.traffic.counts_bytes
         self._end = rpc.traffic.moved + nbytes
         self._rates: tuple[float, float] | None = None  # in the last two intervals
         self._sampled_at, self._sampled_left = self.due_at - window_s, nbytes
@@ -134,8 +133,7 @@ class _Transfer(_Wait):
         self.left_nbytes = left_nbytes
         interval_s = now - self._sampled_at
         rate = (self._sampled_left - left_nbytes) / max(interval_s, 1e-9)
-        is_first = self._rates is None and self._counts_bytes
-        is_idle = is_first and interval_s >= _FIRST_INTERVAL_S and rate < _LEAST_BYTES_PER_S
+        is_idle = self._rates is None and interval_s >= _FIRST_INTERVAL_S and rate < _LEAST_BYTES_PER_S
         if interval_s >= _RATE_INTERVAL_S or is_idle:
             self._rates = (rate if self._rates is None else self._rates[1], rate)
             self._sampled_at, self._sampled_left = now, left_nbytes
@@ -160,6 +158,7 @@ class TransferWatchdog:
         """
         self._limits_clients = limits_clients
         self._timeout_s = timeout_s
+        self._window_s = min(_WINDOW_S, timeout_s)
         self._memories = memories
         self._waits: set[_Wait] = set()
         self._mutex = threading.Lock()
@@ -190,12 +189,12 @@ class TransferWatchdog:
         The block then ends with OverloadedError, or TimeoutError if the deadline of the call has passed. While others
         wait, one that is slow and ``is_spare`` is ended though its client has no more than its share.
         """
-        stop, window_s = rpc.traffic.interrupt, self._window_s(rpc)
-        return _Transfer(self, nbytes, rpc, memory, block, window_s, stop, is_spare=is_spare)
+        stop = rpc.traffic.interrupt
+        return _Transfer(self, nbytes, rpc, memory, block, self._window_s, stop, is_spare=is_spare)
 
     def download(self, nbytes: int, rpc: RpcContext, memory: Allocator, block: Block) -> AbstractContextManager[None]:
         """Aborts a call if the block, which sends ``nbytes`` from memory, is too slow; it then ends as in `upload`."""
-        return _Transfer(self, nbytes, rpc, memory, block, self._window_s(rpc), rpc.abort)
+        return _Transfer(self, nbytes, rpc, memory, block, self._window_s, rpc.abort)
 
     def add(self, wait: _Wait) -> None:
         """Begins to watch."""
@@ -221,9 +220,6 @@ class TransferWatchdog:
         """Ends the thread."""
         self._closing.set()
         self._thread.join()
-
-    def _window_s(self, rpc: RpcContext) -> float:
-        return min(_WINDOW_S, self._timeout_s) if rpc.traffic.counts_bytes else self._timeout_s
 
     def _run(self) -> None:
         while not self._closing.wait(_CHECK_INTERVAL_S):

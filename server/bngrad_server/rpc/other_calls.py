@@ -1,4 +1,4 @@
-"""Calls that are no op, as the HTTP/2 port answers them: health checks, reflection, ServerInfo.
+"""Calls that are no op: health checks, reflection, ServerInfo.
 
 Each has a thread, so none may last: a reflection ends when its client pauses.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -25,23 +24,6 @@ _BEGINNING_NBYTES = 16 * 1024
 """How much of a larger message is checked before the rest is received."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeSource:
-    """What a port receives of an exchange.
-
-    Attributes:
-        requests: The messages, read where a request may follow or the exchange may end.
-        chunks: The same messages, read where a chunk must follow.
-        chunk_nbytes: The size of the chunks of responses.
-        max_message_nbytes: The largest request to read, without its chunks.
-    """
-
-    requests: MessageSource
-    chunks: MessageSource
-    chunk_nbytes: int
-    max_message_nbytes: int
-
-
 class RequestReceiver:
     """Receives messages into memory that the engine bounds, and within the time that it allows."""
 
@@ -54,7 +36,7 @@ class RequestReceiver:
         self._chunked_readers = chunked_readers
 
     def receive(self, source: MessageSource, nbytes: int, rpc: RpcContext, op_name: str = "") -> ReceivedMessage:
-        """Receives a message whose size is known, and counts it if it is large and does not lie in memory already.
+        """Receives a message whose size is known, and counts it if it is large.
 
         Args:
             source: Gives the message.
@@ -66,7 +48,7 @@ class RequestReceiver:
             DecodeError: Its beginning shows that it is malformed; the rest was not received.
             Exception: See `bngrad_server.engine.Engine.receive`.
         """
-        if nbytes > _UNCOUNTED_NBYTES and rpc.traffic.counts_bytes:
+        if nbytes > _UNCOUNTED_NBYTES:
             return self._engine.receive(source, nbytes, rpc, partial(self._read_checked, op_name))
         with self._engine.transfers.watched(nbytes, rpc):
             return ReceivedMessage(source.read(nbytes))
@@ -83,7 +65,7 @@ class RequestReceiver:
                 reader.check_beginning(beginning[part[1] :], nbytes - part[1])
         source.read_into(memory[_BEGINNING_NBYTES:])
 
-    def next_request(self, source: ExchangeSource, rpc: RpcContext) -> tuple[int, ReceivedMessage] | None:
+    def next_request(self, source: MessageSource, rpc: RpcContext) -> tuple[int, ReceivedMessage] | None:
         """Receives the next request of an exchange, see `exchange.request_of`; None at the end of the exchange.
 
         Raises:
@@ -92,13 +74,13 @@ class RequestReceiver:
         """
         try:
             with self._engine.transfers.awaits_request(rpc):
-                nbytes = source.requests.receive_message()
+                nbytes = source.receive_message()
             if nbytes is None:
                 return None
-            if nbytes > source.max_message_nbytes:
-                limit = f"at most {source.max_message_nbytes} bytes beside its chunks"
+            if nbytes > self._engine.max_message_nbytes:
+                limit = f"at most {self._engine.max_message_nbytes} bytes beside its chunks"
                 raise MessageTooLargeError(f"a request must have {limit}, not {nbytes}")
-            message = self.receive(source.requests, nbytes, rpc)
+            message = self.receive(source, nbytes, rpc)
             try:
                 rpc.check()
                 number, message.data = exchange.request_of(message.data)

@@ -1,11 +1,11 @@
-"""The calls of ``bngrad.v1.BatchNormGradService``, as the .proto file documents them, for both ports."""
+"""The calls of ``bngrad.v1.BatchNormGradService``, as the .proto file documents them."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -18,7 +18,7 @@ from bngrad_server.engine import Engine
 from bngrad_server.errors import MessageTooLargeError
 from bngrad_server.memory.ahead import ConnectionTickets
 from bngrad_server.memory.received_message import ReceivedMessage
-from bngrad_server.rpc.request_receiver import ExchangeSource, RequestReceiver
+from bngrad_server.rpc.request_receiver import RequestReceiver
 from bngrad_server.rpc.server_info import ServerInfo
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
@@ -48,7 +48,6 @@ class Servicer:
         load: The engine's load, which the ports report with each answer.
         observer: Counts and logs requests; the ports report the calls that fail before they reach the engine.
         authenticator: Tells which client a call belongs to; the ports ask it.
-        max_message_nbytes: The largest message that the server receives whole.
         max_wait_s: How long a call may wait for the server.
         forget_connection: Forgets the tensors that were sent ahead over a connection.
         info: What ServerInfo answers.
@@ -65,7 +64,6 @@ class Servicer:
         self.observer = engine.observer
         self.authenticator = authenticator
         self.info = ServerInfo(engine)
-        self.max_message_nbytes = engine.max_message_nbytes
         self.max_wait_s = engine.max_wait_s
         self.forget_connection = engine.sent_ahead.end
         self._engine = engine
@@ -74,6 +72,11 @@ class Servicer:
         self._chunked_readers = {op.exchange_number: RequestReader(op, chunked=True) for op in OPS}
         self._receiver = RequestReceiver(engine, self._readers, self._chunked_readers)
         self.receive = self._receiver.receive
+
+    @property
+    def max_message_nbytes(self) -> int:
+        """The largest message that the server receives whole."""
+        return self._engine.max_message_nbytes
 
     def answer_at_once(
         self,
@@ -126,32 +129,6 @@ class Servicer:
         """
         with self._compute(op_name, message, rpc) as staged, self._engine.download(staged):
             yield staged.response()
-
-    @contextmanager
-    def unary_copy(
-        self,
-        op_name: str,
-        message: ReceivedMessage,
-        rpc: RpcContext,
-        room: Callable[[int], AbstractContextManager[None]],
-    ) -> Iterator[bytes]:
-        """Does as `unary`, but gives a copy of the response, so that the memory is released before the block ends.
-
-        Until then, the request is in the server, and in a block that ``room`` gives for the size of the response.
-        """
-        if (responses := self.answer_at_once(_PREFIX + op_name, [message.data], rpc)) is not None:
-            message.release()
-            response = responses[0]
-            with room(len(response)), self._engine.answer(len(response), rpc):
-                yield response
-            return
-        with self._compute(op_name, message, rpc) as staged:
-            nbytes = sum(map(len, staged.response()))
-            with room(nbytes):
-                response = b"".join(staged.response())
-                self._engine.answered(staged)
-                with self._engine.answer(nbytes, rpc):
-                    yield response
 
     def _compute(self, op_name: str, message: ReceivedMessage, rpc: RpcContext) -> StagedRequest:
         """Computes an op, and releases its message early; the caller closes the staged request."""
@@ -227,7 +204,7 @@ class Servicer:
         for output in staged.large_outputs:
             yield from chunks.split(exchange.CHUNK, _in_arena(output), chunk_nbytes)
 
-    def exchange(self, source: ExchangeSource, rpc: RpcContext) -> Iterator[list[Buffer]]:
+    def exchange(self, source: MessageSource, chunk_nbytes: int, rpc: RpcContext) -> Iterator[list[Buffer]]:
         """Answers the requests of an exchange until it ends.
 
         Yields:
@@ -252,10 +229,10 @@ class Servicer:
                     for i in staged.request.chunk_order:
                         target = staged.large_inputs[i]
                         if target is not None:  # it was not sent ahead
-                            self._receive_chunks(source.chunks, REQUEST_CHUNK, target)
+                            self._receive_chunks(source, REQUEST_CHUNK, target)
                 self._engine.compute(staged)
                 with self._engine.download(staged):
-                    yield from self.messages_of(staged, source.chunk_nbytes)
+                    yield from self.messages_of(staged, chunk_nbytes)
 
     def send_ahead(self, source: MessageSource, tickets: ConnectionTickets, rpc: RpcContext) -> bytes:
         """Takes a tensor ahead of the request that needs it, and forgets others; returns the serialised response.

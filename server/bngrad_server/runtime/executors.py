@@ -1,18 +1,15 @@
-"""Executors of gRPC's handlers: in grpcio's pools, inline, and in threads on demand."""
+"""Threads on demand."""
 
 from __future__ import annotations
 
 import logging
-import math
 import mmap
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent import futures
 from contextlib import suppress
-from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 logger = logging.getLogger(__name__)
 
@@ -23,46 +20,6 @@ _ROOM_NBYTES = 16 * 2**20
 Action: TypeAlias = Callable[[], None]
 
 
-class HandlerExecutor(futures.ThreadPoolExecutor):
-    """Runs grpcio's handlers in an `OnDemandExecutor`, which raises nothing where the system refuses a new thread.
-
-    An exception would end the thread that serves the whole port of grpcio.
-    """
-
-    def __init__(self, most: int, name: str) -> None:
-        """Starts the first of at most ``most`` threads."""
-        super().__init__(most)
-        self._pool = OnDemandExecutor(name, most)
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        """See `concurrent.futures.Executor`."""
-        future: futures.Future[Any] = futures.Future()
-        self._pool.submit(partial(_run, future, partial(fn, *args, **kwargs)))
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See `concurrent.futures.Executor`; no call is cancelled."""
-        self._pool.shutdown(wait=wait)
-
-    @property
-    def queue_size(self) -> int:
-        """The number of calls that wait for a thread."""
-        return self._pool.queue_size
-
-
-class InlineExecutor(futures.ThreadPoolExecutor):
-    """Runs handlers in the calling thread, so that a refusal neither takes a thread nor waits for one."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        """See `concurrent.futures.Executor`."""
-        done: futures.Future[Any] = futures.Future()
-        done.set_result(fn(*args, **kwargs))
-        return done
-
-
 class OnDemandExecutor:
     """Runs actions, each in a thread of its own; idle threads are used again, and all but one end after a second.
 
@@ -70,28 +27,21 @@ class OnDemandExecutor:
     are started by threads of the executor: on a busy server that takes milliseconds, for which `submit` must not wait.
     """
 
-    def __init__(self, name: str, most: float = math.inf) -> None:
-        """Starts the first of at most ``most`` threads.
+    def __init__(self, name: str) -> None:
+        """Starts the first thread.
 
         Raises:
             RuntimeError: The system refuses it.
             OSError: There is no memory for it.
         """
         self._name = name
-        self._most = most
         self._mutex = threading.Lock()
         self._threads: set[threading.Thread] = set()  # but for one that is starting
-        self._count = 1
         self._idle: list[queue.SimpleQueue[Action | None]] = []  # what each idle thread waits for
         self._waiting: deque[Action] = deque()
         self._is_starting = False
         self._closing = False
         self._start_thread()
-
-    @property
-    def queue_size(self) -> int:
-        """The number of actions that wait for a thread."""
-        return len(self._waiting)
 
     def submit(self, action: Action) -> None:
         """Runs an action, which must not raise, in a thread; if the system refuses a new one, in one that there is."""
@@ -101,28 +51,26 @@ class OnDemandExecutor:
             else:
                 self._waiting.append(action)
 
-    def shutdown(self, *, wait: bool = True) -> None:
+    def shutdown(self) -> None:
         """Ends the threads after all actions, and waits for that; nothing may be submitted afterwards."""
         with self._mutex:
             self._closing = True
             while self._idle:
                 self._idle.pop().put(None)
-        while wait and self._threads:  # those that end may have started others
+        while self._threads:  # those that end may have started others
             self._threads.pop().join()
 
     def _start_spare(self) -> None:
         """Starts a thread for the next action, unless one is idle."""
         with self._mutex:
-            if self._idle or self._is_starting or self._closing or self._count >= self._most:
+            if self._idle or self._is_starting or self._closing:
                 return
             self._is_starting = True
-            self._count += 1
         try:
             self._start_thread()
         except (RuntimeError, OSError) as error:
             with self._mutex:
                 self._is_starting = False
-                self._count -= 1
             logger.error("calls may have to wait for a thread: %s", error)
 
     def _start_thread(self) -> None:
@@ -155,16 +103,4 @@ class OnDemandExecutor:
                 if actions in self._idle and len(self._idle) > 1:
                     self._idle.remove(actions)
                     self._threads.discard(threading.current_thread())
-                    self._count -= 1
                     return None
-
-
-def _run(future: futures.Future[Any], call: Callable[[], Any]) -> None:
-    if future.set_running_or_notify_cancel():
-        try:
-            result = call()
-        except BaseException as error:
-            future.set_exception(error)
-            del future, call  # the error refers to this frame
-        else:
-            future.set_result(result)

@@ -12,13 +12,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bngrad_server.errors import ListenError
+from bngrad_wire import keepalive
 from bngrad_wire.addresses import MAX_PATH_NBYTES, format_host_port
 
-_MAX_CONNECTIONS = 8192
-"""For each address of grpcio; each connection takes about 40 KB before its first byte."""
+_MAX_CONNECTIONS = 4096
 _OTHER_DESCRIPTORS = 2048
 _LEAST_DESCRIPTORS, _MOST_DESCRIPTORS = 64, 1 << 16
 _BACKLOG = 128
+_IDLE_S, _INTERVAL_S = 30, 10
+"""After 70 s a connection ends whose client's host has gone: it would keep its place for ever."""
 _TRIES = 16
 """For a port that is free on every address of a host."""
 _MISSING = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
@@ -38,16 +40,17 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MOST_DESCRIPTORS), hard))
 
 
-def max_connections(addresses: int) -> int:
-    """Returns how many connections each address of grpcio may take, which leaves descriptors for everything else."""
+def max_connections() -> int:
+    """Returns how many connections of TCP the server may have, and as many of Unix sockets.
+
+    That leaves descriptors for everything else.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(_MAX_CONNECTIONS, max(soft - _OTHER_DESCRIPTORS, soft // 2) // addresses)
+    return min(_MAX_CONNECTIONS, max(soft - _OTHER_DESCRIPTORS, soft // 2) // 2)
 
 
 def check_path(path: Path) -> None:
-    """Checks that the server can listen on a Unix socket.
-
-    grpcio would write the reason to stderr itself, and would replace the socket of another server.
+    """Checks that the server can listen on a Unix socket: it must not replace the socket of another server.
 
     Raises:
         ListenError: It cannot.
@@ -60,8 +63,7 @@ def check_path(path: Path) -> None:
 def bindable_addresses(host: str, port: int) -> list[tuple[str, int]]:
     """Returns the IP addresses of a host on which this machine can listen, each with the same port.
 
-    ``localhost`` is often both 127.0.0.1 and ::1. grpcio would be content with one of them, and a client that knows
-    only the other would find nothing.
+    ``localhost`` is often both 127.0.0.1 and ::1, and a client may know only one of them.
 
     Args:
         host: A name, or an IP address without brackets.
@@ -98,9 +100,33 @@ def tcp_listeners(host: str, port: int) -> list[socket.socket]:
                 listener = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=dualstack)
             except OSError as error:
                 raise ListenError(f"cannot listen on {format_host_port(*address)}: {error.strerror}") from error
+            keepalive.enable(listener, _IDLE_S, _INTERVAL_S)
             listeners.append(opened.enter_context(listener))
         opened.pop_all()
     return listeners
+
+
+def unix_listener(path: Path, mode: int) -> socket.socket:
+    """Listens on a Unix socket with these permissions, in place of one that another server has left.
+
+    Raises:
+        ListenError: The path is taken, or may not be used.
+    """
+    check_path(path)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        path.unlink(missing_ok=True)
+        umask = os.umask(0o177)  # from its first moment, only this user can connect to the socket
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(umask)
+        path.chmod(mode)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ListenError(f"cannot listen on unix:{path}: {error.strerror}") from error
+    return listener
 
 
 def has_listener(path: Path) -> bool:

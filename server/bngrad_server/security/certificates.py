@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import grpc
 
 from bngrad_server.security.permissions import read_guarded
 from bngrad_server.security.reload import ReloadedFiles
@@ -23,12 +21,9 @@ class _Loaded:
     client_ca: bytes | None
     context: ssl.SSLContext
 
-    def for_grpc(self) -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)], self.client_ca)
-
 
 class Certificates:
-    """The certificates of both TCP ports, grpcio's and the server's own.
+    """The certificates of the TCP ports.
 
     Attributes:
         requires_client_certificate: Whether clients need a certificate.
@@ -52,30 +47,13 @@ class Certificates:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """The context for the next connection to the server's own port."""
+        """The context for the next connection."""
         return self._files.content.context
 
     @property
     def client_ca(self) -> bytes | None:
         """The current authorities of clients; None where clients need no certificate."""
         return self._files.content.client_ca
-
-    def credentials(self) -> grpc.ServerCredentials:
-        """Returns credentials for one port of grpcio, which asks for new ones before each handshake."""
-        current = self._files.content
-
-        def reload() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal current
-            if current is self._files.content:
-                return None
-            current = self._files.content
-            return current.for_grpc()
-
-        return grpc.dynamic_ssl_server_credentials(
-            current.for_grpc(),
-            reload,  # type: ignore[arg-type]  # None means that nothing has changed
-            self.requires_client_certificate,
-        )
 
 
 def client_of_socket(sock: ssl.SSLSocket, default: str) -> str:
@@ -84,16 +62,6 @@ def client_of_socket(sock: ssl.SSLSocket, default: str) -> str:
     subject = [pair for part in shown.get("subject", ()) for pair in part]
     common = [value for name, value in subject if name == "commonName"]
     return _client_of(common, [value for _, value in shown.get("subjectAltName", ())], default)
-
-
-def client_of_context(context: grpc.ServicerContext, default: str) -> str:
-    """Does as `client_of_socket` for a call on grpcio."""
-    shown: Mapping[str, Any] = context.auth_context()
-    common, alternative = (
-        [value.decode(errors="replace") for value in shown.get(name, ())]
-        for name in ("x509_common_name", "x509_subject_alternative_name")
-    )
-    return _client_of(common, alternative, default)
 
 
 def _client_of(common: Iterable[str], alternative: Iterable[str], default: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -18,40 +17,33 @@ _INTERVAL_S = 0.2
 """How long a report lasts."""
 _MEMORY_S = 2.0
 """What happened longer ago than this counts for less than a third."""
-_REPEATED = 1 / 8
-"""The part of the other answers that have a report too, where connections cannot be told apart."""
 
 
 class LoadTrailers:
-    """A report as the two ports send it; empty if no request was measured, since Envoy logs errors for zeros.
+    """A report as the port sends it; empty if no request was measured, since Envoy logs errors for zeros.
 
     Attributes:
-        metadata: For grpcio.
-        block: The encoded headers, for the HTTP/2 port.
+        block: The encoded headers.
     """
 
     def __init__(self, report: LoadReport) -> None:
-        self.metadata: tuple[tuple[str, str | bytes], ...] = ()
         self.block = b""
-        if report.capacity is None:
-            return
-        text, binary = report.text(), report.binary()
-        self.metadata = ((TEXT_HEADER, text), (BINARY_HEADER, binary))
-        self.block = header_block.encode([(TEXT_HEADER, text), (BINARY_HEADER, header_block.encode_binary(binary))])
+        if report.capacity is not None:
+            binary = header_block.encode_binary(report.binary())
+            self.block = header_block.encode([(TEXT_HEADER, report.text()), (BINARY_HEADER, binary)])
 
 
 class LoadListener:
-    """Is told of the load, each report once: a connection, or several of one name, any of which may have missed it."""
+    """A connection, which is told of the load, each report once."""
 
-    def __init__(self, *, is_several: bool = False) -> None:
-        """Was told nothing yet; ``is_several`` says whether it is several connections."""
-        self._is_several = is_several
+    def __init__(self) -> None:
+        """Was told nothing yet."""
         self._last: LoadTrailers | None = None
 
     def needs(self, report: LoadTrailers) -> bool:
         """Whether an answer is to have the report, which then counts as told; for any thread."""
         is_new, self._last = report is not self._last, report
-        return is_new or (self._is_several and random.random() < _REPEATED)  # noqa: S311 - no secret
+        return is_new
 
 
 class LoadMeter:

@@ -1,7 +1,6 @@
 """OpenTelemetry spans of requests, made from their timestamps after they have ended.
 
-On grpcio's port, opentelemetry-instrumentation-grpc makes the span of a call, and the stages are its children. On the
-server's own port, the span of each request is made here, as a child of the context in the client's metadata.
+The span of each request is a child of the context in the client's metadata.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 import grpc
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.instrumentation.grpc import server_interceptor
 from opentelemetry.propagate import extract
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -30,7 +28,6 @@ from bngrad_wire import __version__
 _SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"].full_name
 _SPANS = ("decode", "wait for memory", "copy", "wait for a worker", "compute", "encode")
 """The spans between consecutive timestamps of a request."""
-_BEHAVIORS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 _READINGS = 3
 _LAST_EXPORT_S = 3.0
 _STATUS_CODE = "rpc.grpc.status_code"
@@ -48,30 +45,24 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("bngrad", __version__)
 
-    def interceptor(self) -> grpc.ServerInterceptor:
-        """Returns the interceptor that makes the spans of calls on grpcio's port."""
-        return _KeepThreadPools(server_interceptor(tracer_provider=self._provider))  # type: ignore[no-untyped-call]
-
     def answered(self, request: Request, rpc: RpcContext, timestamps: Timestamps) -> None:
         """Makes the spans of a request that was answered."""
         outcome = Outcome(request.op.name, request.transport, grpc.StatusCode.OK, timestamps[0])
         epoch_ns = _clock()
-        span, is_own = self._span(outcome, rpc, epoch_ns)
+        span = self._span(outcome, rpc, epoch_ns)
         if span.is_recording():
             span.set_attribute("bngrad.tensor_bytes", request.tensors_nbytes)
             context = trace.set_span_in_context(span)
             for name, start, end in zip(_SPANS, timestamps, timestamps[1:], strict=False):
                 stage = self._tracer.start_span(name, context, start_time=epoch_ns(start))
                 stage.end(epoch_ns(end))
-        if is_own:
-            span.end(epoch_ns(timestamps[-1]))
+        span.end(epoch_ns(timestamps[-1]))
 
     def failed(self, outcome: Outcome, rpc: RpcContext, message: str) -> None:
         """Makes the span of a request that was not answered."""
-        span, is_own = self._span(outcome, rpc, _clock())
+        span = self._span(outcome, rpc, _clock())
         span.set_status(StatusCode.ERROR, message)
-        if is_own:
-            span.end()
+        span.end()
 
     def close(self) -> None:
         """Exports the remaining spans, within 3 s."""
@@ -81,36 +72,15 @@ class Tracing:
         self._provider.shutdown()
         time_limit.cancel()
 
-    def _span(self, outcome: Outcome, rpc: RpcContext, epoch_ns: Callable[[float], int]) -> tuple[trace.Span, bool]:
-        """Returns the span of a request, and whether the caller must end it."""
+    def _span(self, outcome: Outcome, rpc: RpcContext, epoch_ns: Callable[[float], int]) -> trace.Span:
+        """Begins the span of a request."""
         attributes: dict[str, Any] = {"bngrad.op": outcome.op, "bngrad.transport": outcome.transport}
         attributes[_STATUS_CODE] = outcome.code.value[0]
-        current = trace.get_current_span()
-        if current.get_span_context().is_valid:
-            current.set_attributes(attributes)
-            return current, False
         method = "Exchange" if outcome.transport == "stream" else outcome.op
         attributes |= {"rpc.system": "grpc", "rpc.service": _SERVICE, "rpc.method": method}
         context, start = extract(rpc.metadata), epoch_ns(outcome.received_at)
         name = f"{_SERVICE}/{method}"
-        return self._tracer.start_span(name, context, SpanKind.SERVER, attributes, start_time=start), True
-
-
-class _KeepThreadPools(grpc.ServerInterceptor):
-    """Keeps the thread pools of `bngrad_server.rpc.grpcio_ops`'s handlers, which the inner interceptor loses."""
-
-    def __init__(self, inner: grpc.ServerInterceptor) -> None:
-        self._inner = inner
-
-    def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        """See `grpc.ServerInterceptor`."""
-        original = continuation(handler_call_details)
-        handler = self._inner.intercept_service(lambda _: original, handler_call_details)
-        for name in _BEHAVIORS:
-            threads = getattr(getattr(original, name, None), "experimental_thread_pool", None)
-            if threads is not None:
-                getattr(handler, name).experimental_thread_pool = threads
-        return handler
+        return self._tracer.start_span(name, context, SpanKind.SERVER, attributes, start_time=start)
 
 
 def _clock() -> Callable[[float], int]:

@@ -25,7 +25,7 @@ QUIET = [turn(0.001), turn(0.5, 0.5), turn(0.001)]
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=list(ATTACKS))
 def test_each_attack_says_who_does_what_to_which_doors(attack: Attack) -> None:
     assert re.match("(Local )?([Ss]tranger|[Tt]enant): .*[^.]$", attack.description)
-    assert set(attack.doors) <= {"grpcio", "own", "unix", "regions", "http"}
+    assert set(attack.doors) <= {"tcp", "unix", "regions", "http"}
 
 
 def test_what_attackers_know_can_be_given_to_another_process(tmp_path: Path) -> None:

@@ -7,10 +7,8 @@ import sys
 
 SERVER_EXTRA = (
     *(
-        "grpc_channelz",
         "grpc_health",
         "grpc_reflection",
-        "grpc_status",
         "h11",
         "llvmlite",
         "numba",

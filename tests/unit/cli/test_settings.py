@@ -101,7 +101,7 @@ def test_the_table_has_every_setting_with_its_origin() -> None:
 
 def test_the_table_tells_a_value_of_none_from_the_default() -> None:
     shown = [" ".join(run(*arguments).output.split()) for arguments in ((), ("--advertise-stream", "none"))]
-    assert "advertise_stream stream_port, on the host that a client default calls" in shown[0]
+    assert "advertise_stream the port of the first TCP address, on default the host called" in shown[0]
     assert "advertise_stream none --advertise-stream" in shown[1]
 
 
@@ -131,7 +131,7 @@ def test_the_table_cuts_no_value() -> None:
             "",
             "--max-wait is 'true'; it should be a number, perhaps with one of",
         ),
-        ([], {"BNGRAD_ONE_PORT": "maybe"}, "", "BNGRAD_ONE_PORT is 'maybe'; it should be true or false\n"),
+        ([], {"BNGRAD_INSECURE": "maybe"}, "", "BNGRAD_INSECURE is 'maybe'; it should be true or false\n"),
         ([], {}, "traces = 2", "traces in {file} is 2; it should be true or false\n"),
         ([], {}, "traces = [2]", "traces in {file} is [2]; it should be true or false\n"),
         ([], {}, "listen = 5", "listen in {file} is 5; it should be a list of strings\n"),
@@ -155,10 +155,10 @@ def test_the_table_cuts_no_value() -> None:
         (["--http", "http://a:1"], {}, "", "--http is 'http://a:1'; it should be HOST:PORT, with a port of at most"),
         (["--http", "127.0.0.1:50051"], {}, "", "--http should not be 127.0.0.1:50051, which --listen names"),
         (
-            ["--stream-port", "50051"],
+            ["--listen", "unix:/a", "--advertise-stream", "a:1"],
             {},
             "",
-            "--stream-port should not be the port of 127.0.0.1:50051, which --listen names",
+            "--advertise-stream needs an address HOST:PORT in --listen, to which a:1 leads",
         ),
         (
             ["--tls-certificate", "a"],

@@ -23,15 +23,12 @@ from bngrad_server.rpc.http2.reading import Readers
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.runtime.executors import OnDemandExecutor
+from bngrad_server.runtime.listening import max_connections
 from bngrad_server.telemetry.metrics import Metrics
 from bngrad_wire import http2
 
 logger = logging.getLogger(__name__)
 
-_PLACES = 512
-"""For connections over TCP, and as many for Unix sockets. For one more, the client that has most of them loses the one
-that was idle longest, or else, if the new one's client has fewer, the one whose message has been awaited longest. If
-there is none, the new one is closed; its client falls back to grpcio."""
 _FRAME_TIMEOUT_S = 5.0
 """How long a frame or header block may take to arrive while no call runs."""
 _UPLOADS = 256
@@ -87,8 +84,8 @@ class Http2Connections:
         self._on_release = on_release
         self._all: set[Connection] = set()
         self._lent: set[Caller] = set()
-        self._remote: Places[Connection] = Places(_PLACES)
-        self._local: Places[Connection] = Places(_PLACES)
+        self._remote: Places[Connection] = Places(max_connections())
+        self._local: Places[Connection] = Places(max_connections())
         self._penalties = Penalties()
         self._uploads = http2.Uploads(_UPLOADS, _LARGE_UPLOADS_NBYTES)
         self._closing = Deliveries()
@@ -100,6 +97,9 @@ class Http2Connections:
 
     def add(self, connection: Connection, busy: Iterable[Connection]) -> bool:
         """Adds an idle connection, in place of another one, if need be; returns False if it cannot.
+
+        For one too many, the client that has most of them loses the one that was idle longest, or else, if the new
+        one's client has fewer, the one whose message has been awaited longest.
 
         Args:
             connection: The connection.

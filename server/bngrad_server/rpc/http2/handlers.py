@@ -17,7 +17,6 @@ from bngrad_server.errors import MessageTooLargeError, UnauthenticatedError, cut
 from bngrad_server.memory.ahead import ConnectionTickets
 from bngrad_server.memory.received_message import ReceivedMessage
 from bngrad_server.rpc.other_calls import REFLECTION_PATH, WATCH_PATH, OtherCalls
-from bngrad_server.rpc.request_receiver import ExchangeSource
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH, UNARY_OPS, Servicer
 from bngrad_server.rpc_context import RpcContext, no_check
 from bngrad_server.staged_request import StagedRequest
@@ -150,8 +149,7 @@ class Http2Handler:
                 call.send_message(self._servicer.send_ahead(call, self._tickets, rpc), more=True)
                 self.end(call)
             else:
-                source = ExchangeSource(call, call, _chunk_nbytes(call), self._servicer.max_message_nbytes)
-                for pieces in self._servicer.exchange(source, rpc):
+                for pieces in self._servicer.exchange(call, _chunk_nbytes(call), rpc):
                     call.send_message(*pieces)
                 self.end(call)
         except Exception as error:
@@ -205,7 +203,9 @@ class Http2Handler:
             while nbytes is not None:
                 if nbytes > _OTHER_NBYTES:
                     raise MessageTooLargeError(f"the request must have at most {_OTHER_NBYTES} bytes, not {nbytes}")
-                call.send_message(answer(call.read(nbytes)), more=True)
+                message = call.read(nbytes)
+                rpc.check()
+                call.send_message(answer(message), more=True)
                 self._io.waits = _OTHER_WAITS
                 try:
                     nbytes = call.receive_message()
@@ -232,15 +232,13 @@ class Http2Handler:
     def _checked(self, nbytes: int | None) -> int:
         limit = self._servicer.max_message_nbytes
         if nbytes is not None and nbytes > limit:
-            limits = f"at most {limit} bytes here, not {nbytes}; larger ones go by Exchange"
+            limits = f"at most {limit} bytes, not {nbytes}; larger ones go by Exchange"
             raise MessageTooLargeError(f"the request must have {limits}")
         return nbytes or 0
 
 
 class _ByteTraffic:
-    """The progress of a connection, a byte at a time; see `bngrad_server.rpc_context.Traffic`."""
-
-    counts_bytes = True
+    """The progress of a connection; see `bngrad_server.rpc_context.Traffic`."""
 
     def __init__(self, io: Patience) -> None:
         self._io = io

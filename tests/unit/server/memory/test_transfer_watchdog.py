@@ -30,8 +30,6 @@ TIMEOUT_S, WINDOW_S = 30.0, 1.5
 class Traffic:
     """A client's bytes, which come at a rate, until the call is interrupted."""
 
-    counts_bytes = True
-
     def __init__(self, nbytes_per_s: float) -> None:
         self._began = time.monotonic()
         self._rate = nbytes_per_s
@@ -93,8 +91,7 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transfers]:
 class Call:
     """A call whose bytes a test counts, and how it was ended: by "interrupt", by "abort", or not."""
 
-    def __init__(self, client: str = "slow", deadline: float | None = None, *, counts_bytes: bool = True) -> None:
-        self.counts_bytes = counts_bytes
+    def __init__(self, client: str = "slow", deadline: float | None = None) -> None:
         self.moved = 0
         self.ended_by = ""
         self.rpc = RpcContext(client, deadline, lambda: False, lambda: self._end("abort"), {}, traffic=self)
@@ -112,11 +109,11 @@ class Call:
 class Steps:
     """A watchdog that looks when a test has it look, and whose clock the test sets."""
 
-    def __init__(self, clock: Clock, *, limits_clients: bool = True) -> None:
+    def __init__(self, clock: Clock, *, timeout_s: float = TIMEOUT_S, limits_clients: bool = True) -> None:
         self.clock = clock
         self.memory, self.other_memory = Allocator(100 * MIB), Allocator(100 * MIB)
         memories = self.memory, self.other_memory
-        self.watchdog = TransferWatchdog(TIMEOUT_S, memories, limits_clients=limits_clients)
+        self.watchdog = TransferWatchdog(timeout_s, memories, limits_clients=limits_clients)
         self.watchdog.close()
 
     def upload(self, call: Call, nbytes: int, *, is_spare: bool = False) -> AbstractContextManager[None]:
@@ -411,17 +408,15 @@ def test_what_is_watched_has_a_second_more_for_each_megabit(steps: Steps) -> Non
     assert call.ended_by
 
 
-@pytest.mark.parametrize(("counts_bytes", "window_s"), [(False, WINDOW_S), (True, 2 * TIMEOUT_S)])
-def test_a_transfer_may_stand_still_for_the_timeout_where_that_is_shorter_or_it_comes_in_whole_messages(
-    steps: Steps, monkeypatch: pytest.MonkeyPatch, counts_bytes: bool, window_s: float
-) -> None:
-    monkeypatch.setattr(transfer_watchdog, "_WINDOW_S", window_s)
-    call = Call(counts_bytes=counts_bytes)
+def test_a_transfer_may_stand_still_for_the_timeout_where_that_is_shorter(clock: Clock) -> None:
+    steps = Steps(clock, timeout_s=WINDOW_S / 2)
+    call = Call()
     steps.upload(call, MIB).__enter__()
-    steps.look_after(TIMEOUT_S - 1)
+    steps.look_after(WINDOW_S / 2 - 0.1)
     assert not call.ended_by
-    steps.look_after(2)
+    steps.look_after(0.2)
     assert call.ended_by
+    steps.watchdog.close()
 
 
 def test_after_an_upload_that_was_ended_its_connection_can_receive_again(steps: Steps) -> None:
@@ -464,16 +459,6 @@ def test_the_watchdog_survives_a_transfer_that_ends_and_frees_its_memory_while_i
     with steps.waiting(waiting, 40 * MIB):
         monkeypatch.setattr(steps.memory, "usage", end_and_return_usage)
         steps.look_after(0.6)
-
-
-def test_a_transfer_in_whole_messages_has_a_second_to_show_its_rate(steps: Steps) -> None:
-    call = Call(counts_bytes=False)
-    steps.upload(call, 90 * MIB).__enter__()
-    with steps.waiting("other", 40 * MIB):
-        steps.look_after(0.6)
-        assert not call.ended_by
-        steps.look_after(0.5)
-        assert call.ended_by
 
 
 def test_a_transfer_that_was_fast_a_second_ago_is_not_slow_yet(steps: Steps) -> None:

@@ -1,4 +1,4 @@
-"""An engine behind each of the ports."""
+"""An engine behind the HTTP/2 port."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.unit.server.rpc.peers import PORTS, Peer, peer_behind
+from tests.unit.server.rpc.peers import Peer, new_peer
 
 
-@pytest.fixture(params=PORTS)
-def peer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Peer]:
-    with peer_behind(PORTS[request.param], tmp_path) as peer:
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    with new_peer(tmp_path) as peer:
         yield peer

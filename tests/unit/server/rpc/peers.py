@@ -1,10 +1,9 @@
-"""An engine behind either port, with a worker that is a thread in place of a process, and a gRPC client of it."""
+"""An engine behind the HTTP/2 port, with a worker that is a thread in place of a process, and a gRPC client of it."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -13,7 +12,6 @@ from tests.unit.server.workers.additions import TIMEOUT_S, Adder, wait_until
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.config import ServerConfig
 from bngrad_server.engine import Engine
-from bngrad_server.rpc.grpcio_port import GrpcioPort
 from bngrad_server.rpc.health import Health
 from bngrad_server.rpc.http2.port import Http2Port
 from bngrad_server.rpc.other_calls import other_calls
@@ -53,24 +51,11 @@ class Peer:
 
 
 @contextmanager
-def grpcio_port(config: ServerConfig, servicer: Servicer, path: Path) -> Iterator[None]:
-    port = GrpcioPort(config, servicer, Health(("",)), None)
-    port.listen(f"unix:{path}")
-    port.start()
-    try:
-        yield
-    finally:
-        port.stop(0).wait()
-
-
-@contextmanager
-def http2_port(config: ServerConfig, servicer: Servicer, path: Path) -> Iterator[None]:
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
-    listener.listen()
+def listening(servicer: Servicer, path: Path) -> Iterator[None]:
+    """A port that listens on a Unix socket."""
     health = Health(("",))
     port = Http2Port(servicer, other_calls(servicer, health, has_reflection=False), health)
-    port.listen_on_socket(listener)
+    port.listen_on_path(path, 0o600)
     port.start()
     try:
         yield
@@ -78,17 +63,13 @@ def http2_port(config: ServerConfig, servicer: Servicer, path: Path) -> Iterator
         port.stop(0)
 
 
-PORTS = {"grpcio": grpcio_port, "http2": http2_port}
-Port = Callable[[ServerConfig, Servicer, Path], AbstractContextManager[None]]
-
-
 @contextmanager
-def peer_behind(port: Port, directory: Path, authenticator: Authenticator = ALLOW_ALL) -> Iterator[Peer]:
-    """Starts an engine behind a port, and checks in the end that all memory has come back."""
+def new_peer(directory: Path, authenticator: Authenticator = ALLOW_ALL) -> Iterator[Peer]:
+    """Starts an engine behind the port, and checks in the end that all memory has come back."""
     config = ServerConfig(arena_bytes=ARENA_NBYTES, shared_bytes=REGION_NBYTES, front_bytes=0)
     engine = Engine(config, lambda: None)
     path = directory / "calls"
-    with port(config, Servicer(engine, authenticator), path):
+    with listening(Servicer(engine, authenticator), path):
         with grpc.insecure_channel(f"unix:{path}") as channel:
             peer = Peer(engine, channel)
             engine.batcher.offer(peer.worker)

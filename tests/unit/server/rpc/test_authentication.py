@@ -1,4 +1,4 @@
-"""Tokens on either port: each call is authenticated once, before anything else is done for it."""
+"""Tokens: each call is authenticated once, before anything else is done for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 from tests.hostile_messages import HOSTILE, SIZES
-from tests.unit.server.rpc.peers import PORTS, Peer, Port, peer_behind
+from tests.unit.server.rpc.peers import Peer, new_peer
 from tests.unit.server.workers.additions import inputs, request_of
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -49,39 +49,36 @@ def ask_exchange(peer: Peer, metadata: tuple[tuple[str, str], ...]) -> object:
     return peer.exchange(*(each.SerializeToString() for each in (request, *chunks)), metadata=metadata)
 
 
-@pytest.mark.parametrize("port", PORTS.values(), ids=PORTS)
 @pytest.mark.parametrize(
     ("ask", "count"), [(ask_unary, 1), (ask_exchange, 2)], ids=["unary", "exchange, and its request"]
 )
-def test_a_call_is_authenticated_once(port: Port, ask: Callable[..., object], count: int, tmp_path: Path) -> None:
+def test_a_call_is_authenticated_once(ask: Callable[..., object], count: int, tmp_path: Path) -> None:
     authenticator = CountingAuthenticator(tmp_path / "tokens")
-    with peer_behind(port, tmp_path, authenticator) as peer:
+    with new_peer(tmp_path, authenticator) as peer:
         assert ask(peer, KNOWN)
         assert authenticator.found == ["token alice"] * count
 
 
-@pytest.mark.parametrize("port", PORTS.values(), ids=PORTS)
 @pytest.mark.parametrize("ask", [ask_unary, ask_exchange], ids=["unary", "exchange"])
-def test_a_call_without_a_known_token_is_refused_once(port: Port, ask: Callable[..., object], tmp_path: Path) -> None:
+def test_a_call_without_a_known_token_is_refused_once(ask: Callable[..., object], tmp_path: Path) -> None:
     authenticator = CountingAuthenticator(tmp_path / "tokens")
-    with peer_behind(port, tmp_path, authenticator) as peer:
+    with new_peer(tmp_path, authenticator) as peer:
         with pytest.raises(grpc.RpcError, match=str(UnauthenticatedError())) as refused:
             ask(peer, UNKNOWN)
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert authenticator.found == [None]
 
 
-@pytest.mark.parametrize("port", PORTS.values(), ids=PORTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_no_message_is_parsed_before_its_token_is_checked(
-    port: Port, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A small message has arrived with its headers, so that the HTTP/2 port would serve it inline."""
     parsed: list[str] = []
     for module, name in ((messages.Decoder, "known"), (messages, "only_field"), (FieldReader, "__init__")):
         monkeypatch.setattr(module, name, lambda *_: parsed.append("a message"))
     hostile = HOSTILE["unknown varints"](size)
-    with peer_behind(port, tmp_path, CountingAuthenticator(tmp_path / "tokens")) as peer:
+    with new_peer(tmp_path, CountingAuthenticator(tmp_path / "tokens")) as peer:
         for ask in (
             lambda: peer.unary("FusedBatchNormGradV3", hostile, metadata=UNKNOWN),
             lambda: peer.exchange(hostile, metadata=UNKNOWN),

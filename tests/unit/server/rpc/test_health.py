@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, cast
 
 import grpc
 import pytest
@@ -19,8 +16,7 @@ TIMEOUT_S = 20.0
 
 
 def is_serving(health: Health) -> bool:
-    response = health.Check(pb.HealthCheckRequest(), cast(Any, None))
-    return response.status == pb.HealthCheckResponse.SERVING
+    return health.check("").status == pb.HealthCheckResponse.SERVING
 
 
 def test_health_does_not_fall_back_to_what_it_was_before_a_worker_was_ready() -> None:
@@ -52,84 +48,6 @@ def test_a_closed_server_never_serves_again() -> None:
     health.close()
     health.update(lambda: True)
     assert not is_serving(health)
-
-
-class _Watcher:
-    """The context of a watching call, which can wake it."""
-
-    def __init__(self) -> None:
-        self.has_ended = False
-        self.steps: list[Callable[[], None]] = []
-        """What happens before the call looks for changes, each time."""
-        self.looks = 0
-        self.wake: Callable[[], None] = lambda: None
-
-    def add_callback(self, callback: Callable[[], None]) -> bool:
-        self.wake = callback
-        return True
-
-    def is_active(self) -> bool:
-        self.looks += 1
-        if self.steps:
-            self.steps.pop(0)()
-        return not self.has_ended
-
-
-def test_who_watches_is_told_of_the_end_also_if_woken_while_it_begins() -> None:
-    health, watcher = Health(("",)), _Watcher()
-    health.update(lambda: True)
-    changes = health.Watch(pb.HealthCheckRequest(), cast(Any, watcher))
-    assert next(changes).status == pb.HealthCheckResponse.SERVING
-    asked, may_answer = threading.Event(), threading.Event()
-
-    def slowly() -> bool:
-        asked.set()
-        return may_answer.wait(TIMEOUT_S)
-
-    with ThreadPoolExecutor() as threads:
-        slow = threads.submit(health.update, slowly)
-        assert asked.wait(TIMEOUT_S)
-        closed = threads.submit(health.close)
-        wait([closed], 0.2)  # it would end within that, did it not wait for the slow one
-        watcher.wake()
-        last = threads.submit(list, changes)
-        wait([last], 0.2)
-        may_answer.set()
-        for each in (slow, closed):
-            each.result(TIMEOUT_S)
-    assert [response.status for response in last.result()][-1:] == [pb.HealthCheckResponse.NOT_SERVING]
-
-
-@pytest.mark.parametrize(
-    ("service", "told"),
-    [("", ["NOT_SERVING", "SERVING", "NOT_SERVING"]), ("unknown", ["SERVICE_UNKNOWN"])],
-    ids=["known", "unknown"],
-)
-def test_who_watches_is_told_of_changes_alone(service: str, told: list[str]) -> None:
-    health, watcher = Health(("",)), _Watcher()
-    answers = [False, False, True, True]
-    watcher.steps = [lambda: health.update(lambda: answers.pop(0)) for _ in answers] + [health.close]
-    changes = health.Watch(pb.HealthCheckRequest(service=service), cast(Any, watcher))
-    assert [pb.HealthCheckResponse.ServingStatus.Name(response.status) for response in changes] == told
-    assert not answers
-
-
-def test_a_watching_call_that_ends_keeps_no_thread_and_is_forgotten() -> None:
-    health, watcher = Health(("",)), _Watcher()
-    changes = health.Watch(pb.HealthCheckRequest(), cast(Any, watcher))
-    assert next(changes).status == pb.HealthCheckResponse.NOT_SERVING
-    with ThreadPoolExecutor() as threads:
-        rest = threads.submit(list, changes)
-        watcher.wake()
-        wait([rest], 0.1)  # it would look again and again, did it not wait for the next change
-        watcher.has_ended = True
-        watcher.wake()
-        try:
-            assert rest.result(TIMEOUT_S) == []
-        finally:
-            health.close()  # ends it in any case
-    assert watcher.looks <= 3
-    assert not health._watchers
 
 
 @pytest.mark.parametrize(

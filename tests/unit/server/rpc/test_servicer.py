@@ -375,15 +375,3 @@ def test_an_unknown_method_is_unimplemented(peer: Peer) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         peer.unary("FusedBatchNormGradV9", b"")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-@pytest.mark.parametrize("peer", ["grpcio"], indirect=True)
-def test_calls_beyond_those_that_may_wait_for_a_thread_are_told_when_to_retry(
-    peer: Peer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bngrad_server.rpc.grpcio_ops._MAX_QUEUE", 0)
-    for ask in (lambda: peer.unary("FusedBatchNormGradV2", b""), lambda: peer.exchange(b"")):
-        with pytest.raises(grpc.RpcError) as refused:
-            ask()
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "RetryInfo" in str(refused.value.trailing_metadata())

@@ -7,26 +7,42 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from tests.servers import wait_until
 
 from bngrad_server.runtime import executors
-from bngrad_server.runtime.executors import HandlerExecutor, OnDemandExecutor
+from bngrad_server.runtime.executors import OnDemandExecutor
 
 _TOO_LARGE = 1 << 47
 """A size of stack beyond what a process can address."""
 
 
+class Threads(OnDemandExecutor):
+    """Threads that a block ends, and whose calls have results."""
+
+    def __enter__(self) -> Threads:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        done = Future[Any]()
+        self.submit(lambda: done.set_result(function(*arguments)))
+        return done
+
+
 def test_a_call_without_a_thread_waits_for_one_of_the_pool() -> None:
     first_may_end, second = threading.Event(), Future[int]()
-    with HandlerExecutor(2, "test") as threads:
+    with Threads("test") as threads:
         with no_more_threads():
-            first = threads.submit(first_may_end.wait, 20)
-            threads.submit(second.set_result, 2)
+            first = threads.call(first_may_end.wait, 20)
+            threads.call(second.set_result, 2)
             time.sleep(0.1)
         assert not second.done()
         first_may_end.set()
@@ -56,10 +72,10 @@ def test_a_call_does_not_wait_until_a_thread_has_started(monkeypatch: pytest.Mon
     threads.shutdown()
 
 
-def burst(threads: HandlerExecutor, count: int) -> None:
+def burst(threads: Threads, count: int) -> None:
     """Makes ``count`` calls at once, each in a thread of its own."""
     together = threading.Barrier(count)
-    for each in [threads.submit(together.wait, 20) for _ in range(count)]:
+    for each in [threads.call(together.wait, 20) for _ in range(count)]:
         each.result(20)
 
 
@@ -68,7 +84,7 @@ def count() -> int:
 
 
 def test_the_threads_of_a_burst_end_but_for_one() -> None:
-    with HandlerExecutor(8, "test") as threads:
+    with Threads("test") as threads:
         burst(threads, 8)
         wait_until(lambda: count() == 1)
         burst(threads, 8)
@@ -77,21 +93,9 @@ def test_the_threads_of_a_burst_end_but_for_one() -> None:
 
 def test_the_threads_of_a_burst_end_while_single_calls_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executors, "_IDLE_S", 0.2)
-    with HandlerExecutor(20, "test") as threads:
+    with Threads("test") as threads:
         burst(threads, 20)
-        wait_until(lambda: threads.submit(count).result(20) == 2)  # that of the call, and one for the next
-
-
-def test_a_call_beyond_the_last_thread_waits() -> None:
-    may_end = threading.Event()
-    with HandlerExecutor(2, "test") as threads:
-        running = [threads.submit(may_end.wait, 20) for _ in range(2)]
-        third = threads.submit(int)
-        wait_until(lambda: threads.queue_size == 1)
-        may_end.set()
-        assert all(each.result(20) for each in running)
-        assert third.result(20) == 0
-        assert threads.queue_size == 0
+        wait_until(lambda: threads.call(count).result(20) == 2)  # that of the call, and one for the next
 
 
 _WITHOUT_MEMORY = """
@@ -124,9 +128,9 @@ def test_where_memory_is_lacking_for_a_thread_calls_run_in_the_one_that_there_is
 
 
 def test_an_idle_thread_keeps_nothing_of_its_last_call() -> None:
-    with HandlerExecutor(1, "test") as threads:
+    with Threads("test") as threads:
         message = threading.Event()  # any object
-        threads.submit(message.set).result(20)
+        threads.call(message.set).result(20)
         reference = weakref.ref(message)
         del message
         wait_until(lambda: reference() is None)

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from bngrad_server.runtime.listening import (
     max_connections,
     raise_descriptor_limit,
     tcp_listeners,
+    unix_listener,
 )
 
 
@@ -127,14 +129,10 @@ def hard_limit() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize(
-    ("descriptors", "addresses", "most"), [(256, 1, 128), (256, 2, 64), (3072, 1, 1536), (4096, 2, 1024)]
-)
-def test_connections_leave_descriptors_for_everything_else(
-    hard_limit: int, descriptors: int, addresses: int, most: int
-) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard_limit))
-    assert max_connections(addresses) == most
+@pytest.mark.parametrize(("descriptors", "most"), [(256, 64), (3072, 768), (4096, 1024), (65_536, 4096)])
+def test_connections_leave_descriptors_for_everything_else(hard_limit: int, descriptors: int, most: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(descriptors, hard_limit), hard_limit))
+    assert max_connections() == most
 
 
 def test_a_server_raises_its_limit_of_open_files(hard_limit: int) -> None:
@@ -142,3 +140,31 @@ def test_a_server_raises_its_limit_of_open_files(hard_limit: int) -> None:
     raise_descriptor_limit()
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard_limit, 65_536)
     raise_descriptor_limit()
+
+
+def test_a_connection_whose_host_has_gone_ends_in_the_end() -> None:
+    (listener,) = tcp_listeners("127.0.0.1", 0)
+    with listener, socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 10
+
+
+def test_a_unix_socket_has_its_permissions_and_takes_the_place_of_one_that_was_left(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    for mode in (0o600, 0o660):
+        with unix_listener(path, mode) as listener:
+            assert stat.S_IMODE(path.stat().st_mode) == mode
+            with pytest.raises(ListenError, match="the address is taken"):
+                unix_listener(path, mode)
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(path))
+                listener.accept()[0].close()
+
+
+def test_a_unix_socket_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("kept")
+    with pytest.raises(ListenError, match=f"cannot listen on unix:{path}: the path exists and is not a socket"):
+        unix_listener(path, 0o600)
+    assert path.read_text() == "kept"

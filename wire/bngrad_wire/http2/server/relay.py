@@ -57,4 +57,4 @@ class Relay(Stream):
 
 def is_open(stream: Stream) -> bool:
     """Whether a stream counts for the client, as an end has not ended it."""
-    return not (isinstance(stream, Relay) and stream.is_answered and stream.peer_ended)
+    return not (isinstance(stream, Relay) and (stream.reset or (stream.is_answered and stream.peer_ended)))

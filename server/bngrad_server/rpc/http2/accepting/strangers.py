@@ -23,13 +23,15 @@ from bngrad_server.rpc.other_calls import OtherCalls
 from bngrad_server.rpc.servicer import Servicer
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.event_loop import EventLoop
+from bngrad_server.runtime.listening import max_connections
 from bngrad_server.security.certificates import Certificates
 from bngrad_wire import http2
 
 logger = logging.getLogger(__name__)
 
 _CPU_SHARE = 0.25
-_REMOTE_PLACES = 128
+_REMOTE_PLACES = 1024
+"""So many that a client of a peer that floods has time for its handshake before it is the oldest one."""
 _LOCAL_PLACES = 64
 _MAX_TURNS = 64
 """How often a stranger is read from: a client that begins a call at once needs two or three turns."""
@@ -66,7 +68,7 @@ class Strangers:
         self._on_new_authorities = on_new_authorities
         self._penalties = Penalties()
         self._all: dict[Stranger, None] = {}  # oldest first
-        self._remote: Places[Stranger] = Places(_REMOTE_PLACES)
+        self._remote: Places[Stranger] = Places(min(_REMOTE_PLACES, max_connections()))
         self._local: Places[Stranger] = Places(_LOCAL_PLACES)
         self._event_loop = EventLoop("http2-accept", _CPU_SHARE)
         self._event_loop.on_tick = self._on_tick
@@ -216,8 +218,9 @@ class Strangers:
             stranger.introduction()
 
     def _on_tick(self) -> None:
-        """Resumes and closes strangers whose time has come, and checks whether the authorities have changed."""
+        """Resumes and closes strangers whose time has come, and looks for new tokens and authorities."""
         self._acceptor.resume()
+        self._servicer.authenticator.refresh()
         now = time.monotonic()
         for stranger in list(self._all):
             if stranger.resumes_at <= now:

@@ -6,9 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
-from bngrad_server.rpc.fair_shares import is_fair
-
 Member = TypeVar("Member")
+
+
+def is_fair(taken: int, amount: int, free: int) -> bool:
+    """Whether a client may take an amount more of what is free: a client's share is at most twice what it leaves."""
+    rest = free - amount
+    return taken + amount <= 2 * rest if taken else rest >= 0
 
 
 class Places(Generic[Member]):
@@ -55,7 +59,7 @@ class Places(Generic[Member]):
 class ThreadShares(Generic[Member]):
     """Who has a thread, and who waits for one; it never blocks, for an event loop.
 
-    Shares are those of `bngrad_server.rpc.fair_shares.is_fair`. So a thread is left for a client that has none yet; of
+    Shares are those of `is_fair`. So a thread is left for a client that has none yet; of
     the clients that wait, the one that has fewest is served first.
     """
 

@@ -199,7 +199,7 @@ def test_a_paused_connection_is_served_again(service: Service) -> None:
 def test_what_remains_of_a_refused_upload_is_discarded_at_once(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service.servicer, "max_message_nbytes", 64 * 2**20)
+    monkeypatch.setattr(service.engine, "max_message_nbytes", 64 * 2**20)
     connection = service.connect()
     check_answered(ask(connection))
     for _ in range(3):
@@ -499,9 +499,9 @@ def test_nothing_is_kept_of_a_connection_that_ends_for_a_breach_and_has_cost_too
 ) -> None:
     paused = service.port._connections.readers.paused
     (bad,) = connected(service, 1)
-    monkeypatch.setattr(paused, "resume", lambda: ())
-    monkeypatch.setattr(Waste, "count", lambda waste, began: True)
     (connection,) = service.port._connections._all
+    monkeypatch.setattr(paused, "resume", lambda: ())
+    monkeypatch.setattr(Waste, "count", lambda waste, began: connection not in service.port._connections._all)
     bad.io.send([frames.frame(frames.GOAWAY, 0, 1, bytes(8))])
     wait_until(lambda: len(service.port._connections) == 0)
     look_between_events(service)

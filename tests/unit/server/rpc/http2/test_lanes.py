@@ -244,6 +244,19 @@ def test_more_calls_than_announced_are_refused(service: Service) -> None:
         check_sum(client.answer(stream_id))
 
 
+def test_calls_that_a_client_has_reset_leave_room_for_others_at_once(service: Service) -> None:
+    client = raw(service)
+    client.ask(1)
+    client.answer(1)
+    streams, others = range(3, 203, 2), range(203, 303, 2)
+    client.send(*(headers(PATH, stream_id) for stream_id in streams))
+    resets = (frames.rst_stream(stream_id, ErrorCode.CANCEL) for stream_id in streams)
+    client.send(*resets, *(headers(PATH, stream_id) for stream_id in others))
+    for stream_id in others:
+        client.send(data(prefixed(REQUEST), stream_id, end=True))
+        check_sum(client.answer(stream_id))
+
+
 @pytest.mark.parametrize("over", [0, 1])
 def test_a_client_keeps_to_the_window_of_a_call_that_nothing_reads(service: Service, over: int) -> None:
     client = raw(service)

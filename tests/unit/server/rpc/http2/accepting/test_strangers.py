@@ -43,6 +43,8 @@ PING = frames.frame(frames.PING, 0, 0, bytes(8))
 BLOCK = encode([(":method", "POST"), (":path", PATH), ("content-type", "application/grpc")])
 REFUSED = frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, BLOCK)
 
+PLACES = 128
+
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
@@ -117,11 +119,12 @@ def test_who_has_begun_a_call_in_time_is_not_closed_because_the_server_is_late(
 def test_strangers_take_no_places_of_others(service: Service, monkeypatch: pytest.MonkeyPatch, over_tcp: bool) -> None:
     """The one that has been there longest goes first."""
     monkeypatch.setattr(strangers, "_CALL_TIMEOUT_S", 60.0)  # none is closed because it is silent
+    service.port._strangers._remote.count = PLACES
     good = service.connect(over_tcp=over_tcp)
     check_answered(ask(good, metadata=GOOD))
     bad = [service.socket(over_tcp=over_tcp) for _ in range(200)]
     first, last = bad[0], bad[-1]
-    wait_until(lambda: refused(service, "full") >= 200 - strangers._REMOTE_PLACES)
+    wait_until(lambda: refused(service, "full") >= 200 - PLACES)
     assert is_closed(first)
     last.settimeout(0.1)
     assert not is_closed(last)
@@ -309,10 +312,11 @@ def test_a_flood_of_strangers_takes_no_place_of_another_peer(service: Service, m
     monkeypatch.setattr(strangers, "_CALL_TIMEOUT_S", 60.0)
     other = service.socket(over_tcp=True, source="127.0.0.2")
     port = service.port._strangers
+    port._remote.count = PLACES
     wait_until(lambda: len(port._all) == 1)
     for _ in range(200):
         service.socket(over_tcp=True)
-    wait_until(lambda: refused(service, "full") > 200 - strangers._REMOTE_PLACES)
+    wait_until(lambda: refused(service, "full") > 200 - PLACES)
     other.settimeout(0.1)
     assert not is_closed(other)
 
