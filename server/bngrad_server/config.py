@@ -117,10 +117,10 @@ class ServerConfig(BaseSettings):
     shared_group: Annotated[str | None, Metavar("GROUP"), Computed("none")] = None
     """Group of users that may share memory, besides the server's own user, who must be in it, too."""
     advertise_stream: Annotated[
-        Advertised | None, Metavar("HOST:PORT|none"), Computed("the port of the first TCP address, on the host called")
+        Advertised | None, Metavar("HOST:PORT|none"), Computed("the address that a client was given")
     ] = None
-    """Where the SDK connects for large tensors, if a gateway, NAT or a port mapping is between it and the server; none
-    for nowhere, so that it uses the address that it was given alone."""
+    """Where the SDK connects by its own HTTP/2 instead, such as past a gateway; none for nowhere, as behind a proxy
+    that balances calls."""
     max_message_bytes: Annotated[
         Bytes,
         at_least(4 * _MIB, "4MiB", "clients send chunks and small requests in messages of up to that size"),

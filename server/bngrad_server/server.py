@@ -172,6 +172,7 @@ class Server:
             host, port = self._config.advertised_stream or ("", ports[0])
             endpoints = self._servicer.info.endpoints
             endpoints.stream_host, endpoints.stream_port = host, port
+            endpoints.is_at_given_port = self._config.advertised_stream is None
 
     def _listen_for_http(self) -> MonitorSupervisor | None:
         address = self._config.http

@@ -82,3 +82,20 @@ def test_tensors_go_to_the_address_that_a_server_advertises(mapping: PortMapping
 
             wait_until(uses_the_mapping)  # it is tried beside the first calls
             assert_same_bits(CASE.run(client, inputs), expected)
+
+
+def test_tensors_go_by_the_port_that_a_client_was_given(mapping: PortMapping) -> None:
+    inputs = random_inputs(CASE.spec())
+    with EmbeddedServer(f"127.0.0.1:{mapping.target}", options=(*ONE_WORKER, "--shared-bytes", "0")) as server:
+        assert endpoints_of(server.target).stream_port == mapping.target
+        target = f"127.0.0.1:{mapping.port}"
+        with bngrad.Client(target, transport="unary") as other, bngrad.Client(target, transport="stream") as client:
+            expected = CASE.run(other, inputs)
+            assert len(mapping.connections) == 2  # the ends of grpcio's, which both clients share
+
+            def uses_the_mapping() -> bool:
+                assert_same_bits(CASE.run(client, inputs), expected)
+                return len(mapping.connections) == 4
+
+            wait_until(uses_the_mapping)
+            assert_same_bits(CASE.run(client, inputs), expected)

@@ -168,8 +168,10 @@ class EndpointDiscovery:
                     unix = pool = None
             if directory and unix is None:
                 stale_at = min(stale_at, self._blocked[path][0])
-        host_and_port = host_and_port_of(self._target)
-        address = (advertised.stream_host or (host_and_port[0] if host_and_port else ""), advertised.stream_port)
+        host, port = host_and_port_of(self._target) or ("", 0)
+        if not advertised.is_at_given_port:
+            host, port = advertised.stream_host or host, advertised.stream_port
+        address = host, port
         if tcp is None or tcp.address != address:
             tcp = None
             if address[0] and 0 < address[1] <= MAX_PORT:

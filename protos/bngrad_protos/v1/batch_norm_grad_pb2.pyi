@@ -289,16 +289,18 @@ class Limits(_message.Message):
     def __init__(self, max_message_bytes: _Optional[int] = ..., arena_bytes: _Optional[int] = ...) -> None: ...
 
 class Endpoints(_message.Message):
-    __slots__ = ("stream_port", "local_directory", "stream_host", "copied_ahead_bytes")
+    __slots__ = ("stream_port", "local_directory", "stream_host", "copied_ahead_bytes", "is_at_given_port")
     STREAM_PORT_FIELD_NUMBER: _ClassVar[int]
     LOCAL_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     STREAM_HOST_FIELD_NUMBER: _ClassVar[int]
     COPIED_AHEAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IS_AT_GIVEN_PORT_FIELD_NUMBER: _ClassVar[int]
     stream_port: int
     local_directory: str
     stream_host: str
     copied_ahead_bytes: int
-    def __init__(self, stream_port: _Optional[int] = ..., local_directory: _Optional[str] = ..., stream_host: _Optional[str] = ..., copied_ahead_bytes: _Optional[int] = ...) -> None: ...
+    is_at_given_port: bool
+    def __init__(self, stream_port: _Optional[int] = ..., local_directory: _Optional[str] = ..., stream_host: _Optional[str] = ..., copied_ahead_bytes: _Optional[int] = ..., is_at_given_port: bool = ...) -> None: ...
 
 class ServerInfoResponse(_message.Message):
     __slots__ = ("version", "devices", "limits", "ops", "endpoints", "requests", "batch_sizes", "device_remark", "compiling")

@@ -101,7 +101,7 @@ def test_the_table_has_every_setting_with_its_origin() -> None:
 
 def test_the_table_tells_a_value_of_none_from_the_default() -> None:
     shown = [" ".join(run(*arguments).output.split()) for arguments in ((), ("--advertise-stream", "none"))]
-    assert "advertise_stream the port of the first TCP address, on default the host called" in shown[0]
+    assert "advertise_stream the address that a client was given default" in shown[0]
     assert "advertise_stream none --advertise-stream" in shown[1]
 
 

@@ -299,6 +299,7 @@ def test_a_socket_that_cannot_be_reached_from_the_start_is_used_for_nothing(
     ("target", "host", "port", "address"),
     [
         ("name:1", "", 65535, ("name", 65535)),
+        ("dns:name:1", "", 0, None),
         ("name:1", "other", 2, ("other", 2)),
         ("unix:/nowhere", "other", 2, ("other", 2)),
         ("unix:/nowhere", "", 2, None),
@@ -311,6 +312,18 @@ def test_the_address_for_large_tensors_is_at_the_host_that_the_server_names_or_t
 ) -> None:
     with closing(EndpointDiscovery(target, NO_CREDENTIALS, ServerState())) as discovery:
         advertised = pb.Endpoints(stream_host=host, stream_port=port)
+        tcp = discovery.endpoints(lambda *_: advertised, ENDLESS, Cancellation()).tcp
+        assert (None if tcp is None else tcp.address) == address
+
+
+@pytest.mark.parametrize(
+    ("target", "address"), [("name:1", ("name", 1)), ("dns:name:1", ("name", 1)), ("unix:/nowhere", None)]
+)
+def test_a_client_connects_to_the_port_that_it_was_given_if_the_server_is_there(
+    target: str, address: tuple[str, int] | None
+) -> None:
+    with closing(EndpointDiscovery(target, NO_CREDENTIALS, ServerState())) as discovery:
+        advertised = pb.Endpoints(stream_port=2, is_at_given_port=True)
         tcp = discovery.endpoints(lambda *_: advertised, ENDLESS, Cancellation()).tcp
         assert (None if tcp is None else tcp.address) == address
 
