@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from bngrad_server.errors import UnauthenticatedError
-from bngrad_server.rpc.futile_calls import FutileCalls, is_before
 from bngrad_server.rpc.health import Health
 from bngrad_server.rpc.http2.arriving import ArrivingCalls
 from bngrad_server.rpc.http2.connection import Caller, Connection, InlineCall, Lane, connection_of
 from bngrad_server.rpc.http2.connections import Http2Connections
 from bngrad_server.rpc.http2.handlers import Http2Handler, is_sdk
 from bngrad_server.rpc.http2.inline_calls import InlineCalls
+from bngrad_server.rpc.http2.limits.futile_calls import FutileCalls, is_before
 from bngrad_server.rpc.http2.receiving import ReceivingCalls
 from bngrad_server.rpc.http2.watches import HealthWatches
 from bngrad_server.rpc.other_calls import WATCH_PATH

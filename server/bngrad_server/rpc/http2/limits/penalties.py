@@ -7,7 +7,7 @@ import ipaddress
 import time
 from collections.abc import Callable
 
-from bngrad_server.rpc.futile_calls import FadingCounts
+from bngrad_server.rpc.http2.limits.futile_calls import FadingCounts
 
 _FREE_SCORE = 16.0
 """Below this nothing waits: clients crash, load balancers probe, and tokens are replaced."""

@@ -31,10 +31,10 @@ from tests.unit.server.rpc.http2.service import (
 )
 from tests.unit.server.workers.additions import TIMEOUT_S, inputs, request_of, wait_until
 
-from bngrad_server.rpc import futile_calls
 from bngrad_server.rpc.http2 import connections
 from bngrad_server.rpc.http2.connection import Connection
 from bngrad_server.rpc.http2.handlers import Http2Handler
+from bngrad_server.rpc.http2.limits import futile_calls
 from bngrad_server.rpc.http2.limits.penalties import Penalties
 from bngrad_server.rpc.http2.limits.waste import Waste
 from bngrad_server.rpc.servicer import SERVER_INFO_PATH

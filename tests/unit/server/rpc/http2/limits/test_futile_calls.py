@@ -6,7 +6,7 @@ import time
 
 from tests.clock import Clock
 
-from bngrad_server.rpc.futile_calls import FadingCounts, FutileCalls, is_before
+from bngrad_server.rpc.http2.limits.futile_calls import FadingCounts, FutileCalls, is_before
 
 
 def test_hundreds_of_cancelled_calls_at_once_are_too_many_for_a_while() -> None:
