@@ -299,6 +299,8 @@ class Http2Connections:
             is_usable = True
         except Exception as error:
             self._log_failure(caller, error)
+            if isinstance(caller, Lane) and isinstance(error, MemoryError):
+                caller.lane.lose("there is no memory to answer it")  # so the client calls again
         finally:
             self._event_loop.call_soon(partial(self._return_from_thread, caller, is_usable=is_usable))
 

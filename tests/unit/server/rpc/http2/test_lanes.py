@@ -35,6 +35,7 @@ from bngrad_server.codec import short_chunks
 from bngrad_server.codec.ops import OPS
 from bngrad_server.memory import transfer_watchdog
 from bngrad_server.rpc.http2 import connections, watches
+from bngrad_server.rpc.http2.handlers import Http2Handler
 from bngrad_server.rpc.http2.limits import waste
 from bngrad_server.rpc.other_calls import WATCH_PATH
 from bngrad_server.rpc.servicer import EXCHANGE_PATH
@@ -255,6 +256,21 @@ def test_calls_that_a_client_has_reset_leave_room_for_others_at_once(service: Se
     for stream_id in others:
         client.send(data(prefixed(REQUEST), stream_id, end=True))
         check_sum(client.answer(stream_id))
+
+
+@pytest.mark.parametrize(("error", "code"), [(MemoryError, CALM), (LookupError, ErrorCode.INTERNAL_ERROR)])
+def test_a_call_that_cannot_even_be_refused_is_reset_and_leaves_the_connection_to_others(
+    service: Service, monkeypatch: pytest.MonkeyPatch, error: type[Exception], code: ErrorCode
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Http2Handler, "handle", fail)
+    client = raw(service)
+    client.send(headers(EXCHANGE_PATH, 1))
+    assert client.code(frames.RST_STREAM, 1) == code
+    client.ask(3)
+    check_sum(client.answer(3))
 
 
 @pytest.mark.parametrize("over", [0, 1])
