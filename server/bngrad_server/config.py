@@ -145,9 +145,9 @@ class ServerConfig(BaseSettings):
     max_wait_s: Seconds = Field(default=5.0, gt=0)
     """Longest expected wait of a request for those before it; beyond it, requests are refused, and clients retry
     later."""
-    transfer_timeout_s: Annotated[
-        Seconds, at_least(1, "1 s", "connections whose clients do not answer a ping in that time are closed")
-    ] = 30.0
+    transfer_timeout_s: Annotated[Seconds, at_least(1, "1 s", "healthy clients may pause for a good part of that")] = (
+        30.0
+    )
     """How long a client may keep the server waiting for the next request of an exchange. A transfer may stand still for
     as long, but at most 5 s, and has to move 128 KiB a second on average, since it holds memory."""
     worker_timeout_s: Annotated[

@@ -148,7 +148,6 @@ IN_MEMORY = AfterValidator(_check_memory)
 """Refuses sizes beyond the memory of this process."""
 Device = Annotated[str, AfterValidator(_device), Metavar("DEVICE")]
 Mode = Annotated[str, AfterValidator(_mode), Metavar("MODE")]
-Port = Annotated[int, Field(ge=0, le=MAX_PORT), Metavar("PORT")]
 Address = Annotated[str, AfterValidator(_address)]
 HttpAddress = Annotated[str, AfterValidator(_http_address)]
 Advertised = Annotated[str, AfterValidator(_advertised)]

@@ -23,11 +23,7 @@ class _Loaded:
 
 
 class Certificates:
-    """The certificates of the TCP ports.
-
-    Attributes:
-        requires_client_certificate: Whether clients need a certificate.
-    """
+    """The certificates of the TCP ports."""
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
         """Reads PEM files.
@@ -43,7 +39,6 @@ class Certificates:
         """
         paths = [path for path in (certificate, key, client_ca) if path]
         self._files = ReloadedFiles(paths, partial(_read, certificate, key, client_ca))
-        self.requires_client_certificate = client_ca is not None
 
     @property
     def context(self) -> ssl.SSLContext:

@@ -35,7 +35,10 @@ from bngrad_server.config import ServerConfig
         ({"shared_bytes": "1MiB"}, "shared_bytes\n.*should be 0 for none, or at least 64MiB: clients take that much"),
         ({"shared_bytes": 2**60}, "shared_bytes\n.*at most"),
         ({"max_message_bytes": 1}, "max_message_bytes\n.*at least 4MiB: clients send chunks and small requests"),
-        ({"transfer_timeout_s": "100ms"}, "transfer_timeout_s\n.*at least 1 s: connections whose clients do not"),
+        (
+            {"transfer_timeout_s": "100ms"},
+            "transfer_timeout_s\n.*at least 1 s: healthy clients may pause for a good part",
+        ),
         ({"worker_timeout_s": "100ms"}, "worker_timeout_s\n.*at least 1 s: healthy workers may be silent"),
         ({"drain_timeout_s": 1e300}, "drain_timeout_s\n.*less than or equal to 604800"),
         ({"http": "none"}, "http\n.*should be HOST:PORT"),

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _CPU_SHARE = 0.25
 _REMOTE_PLACES = 1024
-"""So many that a client of a peer that floods has time for its handshake before it is the oldest one."""
+"""Enough that a client at the address of a flood can end its handshake before it is the oldest one."""
 _LOCAL_PLACES = 64
 _MAX_TURNS = 64
 """How often a stranger is read from: a client that begins a call at once needs two or three turns."""
