@@ -18,6 +18,8 @@ from bngrad_wire.http2.sockets import sigpipe
 DONT_WAIT = int(socket.MSG_DONTWAIT)
 """As a plain number: operators of the flags' own type take microseconds, for each record."""
 _RECORD_NBYTES = 16 * 1024
+_NEARLY_FULL_NBYTES = _RECORD_NBYTES // 2
+"""After a record of this size, to try for another costs less than to ask for it; gRPC's hold 16,284 bytes."""
 _TURN_NBYTES = 2**20
 """`TlsSocket` sends and receives about this much at once, so that its caller sees a slow peer's progress."""
 _LONGEST_S = 1e6
@@ -87,7 +89,7 @@ class TlsSocket(ssl.SSLSocket):
                 self._wait_for_more(error, until)
                 continue
             received += count
-            if count < _RECORD_NBYTES or not self._has_input():
+            if not count or (count < _NEARLY_FULL_NBYTES and not self._has_input()):
                 break
         return received
 

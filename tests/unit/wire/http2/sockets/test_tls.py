@@ -145,17 +145,38 @@ def test_records_are_full_but_the_last(contexts: tuple[ssl.SSLContext, ssl.SSLCo
     assert [len(each) for each in records[:-1]] == [2**14] * (sum(pieces) // 2**14)
 
 
-def test_all_records_that_have_arrived_are_received_at_once(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
-    buffer = bytearray(200_000)
+@pytest.mark.parametrize("record_nbytes", [16_384, 16_284, 1_208], ids=["full", "gRPC's", "Go's first"])
+def test_all_records_that_have_arrived_are_received_at_once(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext], record_nbytes: int
+) -> None:
+    message = bytes(range(250)) * 400
+    buffer = bytearray(2 * len(message))
     with pair(contexts) as (there, here):
         there.set_timeout(1e9)
         with pytest.raises(BlockingIOError):
             there.recv_into(buffer, 0, tls.DONT_WAIT)
-        sent = here.sendmsg([b"x" * 100_000])
-        while len(socket.socket.recv(there, 2**20, socket.MSG_PEEK)) <= sent:  # records are longer than what they hold
-            pass
-        assert there.recv_into(buffer) == sent
-        assert buffer[:sent] == b"x" * sent
+        for start in range(0, len(message), record_nbytes):
+            here.sendall(message[start : start + record_nbytes])
+        arrived = 0
+        while arrived <= len(message):  # records are longer than what they hold
+            arrived = len(socket.socket.recv(there, 2**20, socket.MSG_PEEK))
+        assert there.recv_into(buffer) == len(message)
+        assert buffer[: len(message)] == message
+
+
+@pytest.mark.parametrize("nbytes", [0, 10, 16_384, 100_000])
+def test_the_end_of_a_connection_comes_after_all_that_was_sent(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext], nbytes: int
+) -> None:
+    received = bytearray()
+    with pair(contexts) as (there, here):
+        there.set_timeout(TIMEOUT_S)
+        here.sendall(b"x" * nbytes)
+        here.shutdown(socket.SHUT_WR)
+        buffer = bytearray(2 * nbytes + 1)
+        while count := there.recv_into(buffer):
+            received += buffer[:count]
+    assert received == b"x" * nbytes
 
 
 def send_for_ever(sock: TlsSocket) -> None:
