@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 
 from bngrad_server.rpc.http2.connection import Caller, Connection, Lane
 from bngrad_server.rpc.http2.delivery import Deliveries
 from bngrad_server.rpc.http2.handlers import abort
 from bngrad_server.rpc.http2.limits.penalties import Penalties, peer_of
 from bngrad_server.rpc.http2.limits.places import Places
+from bngrad_server.rpc.http2.limits.unsent import Unsent
 from bngrad_server.rpc.http2.reading import Readers
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.event_loop import EventLoop
@@ -29,14 +30,10 @@ from bngrad_wire import http2
 
 logger = logging.getLogger(__name__)
 
-_FRAME_TIMEOUT_S = 5.0
-"""How long a frame or header block may take to arrive while no call runs."""
 _UPLOADS = 256
 """How many calls on connections with several may not have arrived whole; beyond, each connection may have one."""
 _LARGE_UPLOADS_NBYTES = 2**25
 """How much memory may be taken to receive those whole that are large: up to 4 MB each."""
-_UNSENT_TIMEOUT_S = 30.0
-"""How long the client of a connection with several calls may take nothing of what there is for it."""
 _BREACH_SCORE = 16.0
 """What a breach of the protocol counts for in `bngrad_server.rpc.http2.limits.penalties`."""
 _FUTILE_SCORE = 2.0
@@ -89,7 +86,7 @@ class Http2Connections:
         self._penalties = Penalties()
         self._uploads = http2.Uploads(_UPLOADS, _LARGE_UPLOADS_NBYTES)
         self._closing = Deliveries()
-        self._unsent: dict[Connection, tuple[int, float]] = {}  # how much has moved, and since when it is as much
+        self._unsent = Unsent()
         self._draining = False
 
     def __len__(self) -> int:
@@ -172,10 +169,7 @@ class Http2Connections:
         try:
             connection.http.flush()
             self.readers.watch_lanes(connection)
-            if not connection.http.has_unsent:
-                self._unsent.pop(connection, None)
-            elif connection not in self._unsent:
-                self._unsent[connection] = connection.http.io.moved, time.monotonic()
+            self._unsent.note(connection)
         except Exception as error:
             self.fail(connection, error)
 
@@ -245,34 +239,15 @@ class Http2Connections:
             elif connection in self.idle or connection.inline_call is not None:
                 self._watch(connection)
                 self.readers.read_soon(connection)
-        self._check_frames()
-        self._check_unsent()
+        for connection in chain(self.readers.overdue(self._has_no_thread), self._unsent.overdue()):
+            self._metrics.refused_connection("silent")
+            self._on_breach(connection.client, _BREACH_SCORE)
+            self._close(connection)
         for connection in self._closing:
             self._close_once_delivered(connection)
 
-    def _check_frames(self) -> None:
-        """Closes connections whose frames do not end."""
-        now = time.monotonic()
-        for connection, since in list(self.readers.amid_frame.items()):
-            if connection.http.awaits_rest:
-                self._on_readable(connection)
-            elif not (connection in self.idle or connection.lanes):  # it has a thread, which has limits of its own
-                del self.readers.amid_frame[connection]
-            elif now - since > _FRAME_TIMEOUT_S:
-                self._metrics.refused_connection("silent")
-                self._on_breach(connection.client, _BREACH_SCORE)
-                self._close(connection)
-
-    def _check_unsent(self) -> None:
-        """Closes connections with several calls whose clients take nothing of what there is for them."""
-        now = time.monotonic()
-        for connection, (moved, since) in list(self._unsent.items()):
-            if connection.http.io.moved != moved:
-                self._unsent[connection] = connection.http.io.moved, now
-            elif now - since > _UNSENT_TIMEOUT_S:
-                self._metrics.refused_connection("silent")
-                self._on_breach(connection.client, _BREACH_SCORE)
-                self._close(connection)
+    def _has_no_thread(self, connection: Connection) -> bool:
+        return connection in self.idle or bool(connection.lanes)
 
     def lend(self, caller: Caller, action: Callable[[], None]) -> None:
         """Lends a connection, or a lane of one, to a thread, for an action that may wait."""
@@ -400,7 +375,7 @@ class Http2Connections:
         connection.lanes.clear()
         connection.handler.close()
         self.readers.forget(connection)
-        self._unsent.pop(connection, None)
+        self._unsent.discard(connection)
         self._lent.discard(connection)
         self.idle.pop(connection, None)
         self._closing.discard(connection)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from bngrad_server.rpc.http2.connection import Connection
 from bngrad_server.rpc.http2.limits.waste import Paused
 from bngrad_server.runtime.event_loop import EventLoop
+
+_FRAME_TIMEOUT_S = 5.0
+"""How long a frame or header block may take to arrive while no thread reads it."""
 
 
 class Readers:
@@ -86,6 +89,21 @@ class Readers:
             self.amid_frame.setdefault(connection, time.monotonic())
         else:
             self.amid_frame.pop(connection, None)
+
+    def overdue(self, is_read_here: Callable[[Connection], bool]) -> Iterator[Connection]:
+        """Reads again what was put off, and yields the connections whose frames do not end in time.
+
+        Args:
+            is_read_here: Whether no thread reads from a connection: threads have limits of their own.
+        """
+        now = time.monotonic()
+        for connection, since in list(self.amid_frame.items()):
+            if connection.http.awaits_rest:
+                self._on_readable(connection)
+            elif not is_read_here(connection):
+                del self.amid_frame[connection]
+            elif now - since > _FRAME_TIMEOUT_S:
+                yield connection
 
     def pause(self, connection: Connection) -> None:
         """Pauses a connection until it may have some time."""

@@ -31,7 +31,7 @@ from tests.unit.server.rpc.http2.service import (
 )
 from tests.unit.server.workers.additions import TIMEOUT_S, inputs, request_of, wait_until
 
-from bngrad_server.rpc.http2 import connections
+from bngrad_server.rpc.http2 import reading
 from bngrad_server.rpc.http2.connection import Connection
 from bngrad_server.rpc.http2.handlers import Http2Handler
 from bngrad_server.rpc.http2.limits import futile_calls
@@ -44,14 +44,15 @@ from bngrad_wire.http2 import frames
 from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.header_block import encode
 
+REQUEST_HEADERS = [(":method", "POST"), (":scheme", "http"), (":path", PATH), ("content-type", "application/grpc")]
+REQUEST_BLOCK = encode(REQUEST_HEADERS)
 DELAY_S = 60.0
 _THREAD_PREFIX = "http2-"
 """What the names of the port's threads begin with."""
 
 
 def test_thousands_of_refused_calls_end_their_connection(service: Service) -> None:
-    request = [(":method", "POST"), (":scheme", "http"), (":path", PATH), ("content-type", "application/grpc")]
-    block = encode([*request, ("user-agent", "bngrad")])
+    block = encode([*REQUEST_HEADERS, ("user-agent", "bngrad")])
     calls = [frames.frame(frames.HEADERS, frames.END_HEADERS, stream, block) for stream in range(1, 20_001, 2)]
     sock, told = service.socket(), bytearray()
 
@@ -150,9 +151,7 @@ def test_half_made_messages_make_room_for_a_client_with_fewer_connections(servic
 
 
 def call_frame(stream_id: int, *, flags: int = frames.END_HEADERS | frames.END_STREAM) -> bytes:
-    request = [(":method", "POST"), (":scheme", "http"), (":path", PATH), ("content-type", "application/grpc")]
-    block = encode(request)
-    return frames.frame(frames.HEADERS, flags, stream_id, block)
+    return frames.frame(frames.HEADERS, flags, stream_id, REQUEST_BLOCK)
 
 
 RESETS = b"".join(
@@ -210,7 +209,7 @@ def test_what_remains_of_a_refused_upload_is_discarded_at_once(
 
 
 def test_a_frame_must_become_whole(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_FRAME_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(reading, "_FRAME_TIMEOUT_S", 0.3)
     idle, bad = connected(service, 2)
     client, *_ = (connection.client for connection in service.port._connections._all)
     bad.io.send([frames.frame(frames.HEADERS, 0, 3, b"")])

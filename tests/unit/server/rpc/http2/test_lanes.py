@@ -34,9 +34,9 @@ from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 from bngrad_server.codec import short_chunks
 from bngrad_server.codec.ops import OPS
 from bngrad_server.memory import transfer_watchdog
-from bngrad_server.rpc.http2 import connections, watches
+from bngrad_server.rpc.http2 import watches
 from bngrad_server.rpc.http2.handlers import Http2Handler
-from bngrad_server.rpc.http2.limits import waste
+from bngrad_server.rpc.http2.limits import unsent, waste
 from bngrad_server.rpc.other_calls import WATCH_PATH
 from bngrad_server.rpc.servicer import EXCHANGE_PATH
 from bngrad_wire import messages
@@ -362,7 +362,7 @@ def test_a_client_that_does_not_take_an_answer_loses_that_call_alone(
 
 
 def test_a_client_that_reads_nothing_is_closed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_UNSENT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(unsent, "_TIMEOUT_S", 0.5)
     client = Raw(service.socket(over_tcp=True, receive_nbytes=1))
     service._opened.append(client)
     client.ask(1)
