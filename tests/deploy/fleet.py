@@ -39,15 +39,15 @@ JOIN_TIMEOUT_S = 15.0
 CALLS_PER_PHASE = 200
 
 
-def call_until_told() -> None:
+def call_until_told(directory: Path) -> None:
     """What the client's host runs: calls from several threads until stdin ends; prints how they ended."""
-    ended = threading.Event()
+    ended, tls = threading.Event(), bngrad.Tls(directory / "ca.pem")
 
     def call(caller: int) -> tuple[int, int, list[str]]:
         case, answered, wrong, lost = CASES[caller % 2], 0, 0, []
         inputs = random_inputs(case.spec())
         transport: Any = ("unary", "stream", "auto", "auto")[caller]
-        with bngrad.Client(TARGET, tls=bngrad.Tls("ca.pem"), token=Path("token"), transport=transport) as client:
+        with bngrad.Client(TARGET, tls=tls, token=directory / "token", transport=transport) as client:
             expected = [each.tobytes() for each in case.run(client, inputs)[:3]]
             while not ended.is_set():
                 try:
@@ -145,7 +145,7 @@ def main() -> None:
         checked = host.popen(*(*BNGRAD, "check", TARGET, "--tls-ca", "ca.pem", "--token-file", "token"), cwd=folder)
         assert checked.wait() == 0
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        client = host.popen(sys.executable, "-m", "tests.deploy.fleet", "client", cwd=folder, **pipes)
+        client = host.popen(sys.executable, "-m", "tests.deploy.fleet", folder, cwd=ROOT, **pipes)
 
         def wait_for_calls() -> None:
             before = sum(fleet.answers().values())
@@ -174,4 +174,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    call_until_told() if sys.argv[1:] == ["client"] else main()
+    call_until_told(Path(sys.argv[1])) if sys.argv[1:] else main()
