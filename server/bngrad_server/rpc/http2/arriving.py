@@ -12,6 +12,8 @@ from bngrad_wire import http2
 
 _REST_TIMEOUT_S = 0.01
 """How long the rest of an op is awaited at least. One that arrives whole needs no thread."""
+_LARGE_REST_S = 1.0
+"""How much longer it is awaited once memory for all of it was taken: beside other calls it takes its time."""
 _WATCH_TIMEOUT_S = 60.0
 """How long the request of a call is awaited that never has a thread."""
 
@@ -40,8 +42,8 @@ class ArrivingCalls:
     def ready(self, connection: Connection) -> Iterator[Lane]:
         """Removes and yields those of a connection's calls that have arrived, or have not in time."""
         for lane, until in list(self._all.get(connection, {}).items()):
-            call = lane.lane.stream
-            if isinstance(call, http2.ServerCall) and call.is_arriving and time.monotonic() < until:
+            call, more_s = lane.lane.stream, _LARGE_REST_S * lane.lane.expects_whole
+            if isinstance(call, http2.ServerCall) and call.is_arriving and time.monotonic() < until + more_s:
                 continue
             self.forget(lane)
             yield lane

@@ -136,6 +136,7 @@ class Http2Calls:
         """Reads from a connection with several calls."""
         http = connection.http
         is_reading = http.is_reading
+        http.is_corked = True
         try:
             try:
                 begun, failed = http.read() if is_reading else ([], [])
@@ -145,16 +146,16 @@ class Http2Calls:
                 return
             if http.has_handled:  # so another frame is the last one
                 self.connections.readers.amid_frame.pop(connection, None)
-            http.is_corked = True
             for carrier, call in begun:
                 self._add_lane(connection, carrier, call)
             for stream_id in failed:
                 self._check_lane(connection.lanes[stream_id])
             was_useful = self._begin_arrived(connection) or http.was_useful
-            http.is_corked = False
         except Exception as error:
             self.connections.fail(connection, error)
             return
+        finally:
+            http.is_corked = False
         if is_reading and was_useful:
             connection.waste.reset(began)
         elif is_reading:

@@ -240,10 +240,14 @@ class MultiplexedConnection(RelayingConnection):
         if not self.is_multiplexed:
             super().handle_buffered_frames()
             return
-        for _ in range(FRAMES_PER_TURN if self.is_reading else 0):
+        left = FRAMES_PER_TURN if self.is_reading else 0
+        while left > 0:
             self._deliver_data()
             if self.data_left or not self._is_next_ready():
                 return
             self.has_handled = True
-            self.handle_frame()
+            count = self._take_run(left)
+            if not count:
+                self.handle_frame()
+            left -= max(count, 1)
         self._deliver_data()

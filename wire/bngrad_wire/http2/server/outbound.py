@@ -34,21 +34,25 @@ class _Frame:
         """Whether it has the trailers, which end the stream on this side."""
         return self.data_nbytes is None and bool(self.flags & frames.END_STREAM)
 
-    def cut(self, nbytes: int, stream_id: int) -> list[Buffer]:
-        """Removes so much of its DATA, which is not all, and returns a frame with that."""
+    def cut(self, nbytes: int, stream_id: int, max_frame_size: int) -> list[Buffer]:
+        """Removes so much of its DATA, which is not all, and returns frames with that."""
         assert self.data_nbytes is not None
         self.data_nbytes -= nbytes
         self.nbytes -= nbytes
         first, *rest = self.pieces
         views = deque([memoryview(first)[frames.HEADER_NBYTES :], *(memoryview(piece) for piece in rest)])
-        taken: list[Buffer] = [frames.frame_header(nbytes, frames.DATA, 0, stream_id)]
+        taken: list[Buffer] = []
         while nbytes:
-            piece = views.popleft()
-            if len(piece) > nbytes:
-                views.appendleft(piece[nbytes:])
-                piece = piece[:nbytes]
-            nbytes -= len(piece)
-            taken.append(piece)
+            left = min(nbytes, max_frame_size)
+            nbytes -= left
+            taken.append(frames.frame_header(left, frames.DATA, 0, stream_id))
+            while left:
+                piece = views.popleft()
+                if len(piece) > left:
+                    views.appendleft(piece[left:])
+                    piece = piece[:left]
+                left -= len(piece)
+                taken.append(piece)
         self.pieces = [frames.frame_header(self.data_nbytes, frames.DATA, self.flags, stream_id), *views]
         return taken
 
@@ -106,11 +110,11 @@ class Batch:
 
 
 class Part(NamedTuple):
-    """A frame as it is sent.
+    """A frame as it is sent, or several with DATA of one.
 
     Attributes:
         batch: What it belongs to.
-        pieces: The frame.
+        pieces: All of it.
         data_nbytes: How much DATA it has.
         ends_stream: Whether it ends the stream on this side.
         is_last: Whether it is the last one of its batch.
@@ -170,17 +174,23 @@ class OutboundQueue:
         self._batches[stream_id] = self._batches.pop(stream_id)
         return stream_id
 
-    def take(self, stream_id: int, room: int) -> Part | None:
-        """Removes and returns a frame of a stream with at most so much DATA; None if it has to wait for room."""
+    def take(self, stream_id: int, room: int, max_frame_size: int) -> Part | None:
+        """Removes and returns what comes next of a stream, with at most so much DATA; None if it has to wait for room.
+
+        That is a frame, or as much of its DATA as there is room for, in frames that are not too large.
+        """
         batches = self._batches[stream_id]
         batch = batches[0]
         frame = batch.frames[0]
         data_nbytes = frame.data_nbytes or 0
-        if data_nbytes > max(room, 0):
+        if data_nbytes and data_nbytes > min(room, max_frame_size):
             if room <= 0:
                 return None
-            self._remove(batch, room, room)
-            return Part(batch, frame.cut(room, stream_id), room, ends_stream=False, is_last=False)
+            nbytes = min(room, data_nbytes - 1)
+            if nbytes > max_frame_size:
+                nbytes -= nbytes % max_frame_size
+            self._remove(batch, nbytes, nbytes)
+            return Part(batch, frame.cut(nbytes, stream_id, max_frame_size), nbytes, ends_stream=False, is_last=False)
         self._remove(batch, frame.nbytes, data_nbytes)
         batch.frames.popleft()
         if not batch.frames:

@@ -46,6 +46,11 @@ class Relay(Stream):
         self.receive_window = windows[1]
         self._failed = failed
 
+    @property
+    def may_run(self) -> bool:
+        """Whether its next DATA frames may be handled together."""
+        return self.has_begun and not (self.ended or self.reset) and self.content_left is None
+
     def progressed(self) -> None:
         """Tells the lane that the client has reset the call, or ended it by trailers."""
         if self.failure is not None:

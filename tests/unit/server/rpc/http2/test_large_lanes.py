@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -116,14 +117,49 @@ def test_the_window_opens_for_all_of_a_message_once_it_begins(client: Raw, uploa
 @pytest.mark.parametrize("pause_at", [5, 100, 10**5, len(MESSAGE) - 1, len(MESSAGE)])
 @pytest.mark.parametrize("sizes", [(1000,), (2**14,), (1, 2**14), (2**17,)])
 def test_a_call_that_pauses_goes_on_in_a_thread(
-    service: Service, uploads: Uploads, upload: Upload, pause_at: int, sizes: tuple[int, ...]
+    service: Service,
+    uploads: Uploads,
+    upload: Upload,
+    monkeypatch: pytest.MonkeyPatch,
+    pause_at: int,
+    sizes: tuple[int, ...],
 ) -> None:
+    monkeypatch.setattr(arriving, "_LARGE_REST_S", 0.01)
     upload.await_window()
     upload.send(pause_at, sizes)
     if pause_at < len(MESSAGE):
         wait_until(lambda: len(service.port._connections._lent) == 1)
         upload.send(sizes=sizes)
     upload.check_sum()
+
+
+@pytest.mark.usefixtures("without_threads")
+def test_a_call_whose_memory_was_taken_may_take_longer_to_arrive(
+    service: Service, uploads: Uploads, upload: Upload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arriving, "_LARGE_REST_S", TIMEOUT_S)
+    upload.await_window()
+    (others,) = service.port._calls._arriving._all.values()
+    others.update(dict.fromkeys(others, time.monotonic()))  # as if the time for small ones had passed
+    time.sleep(0.3)
+    upload.send()
+    upload.check_sum()
+
+
+@pytest.mark.parametrize("sizes", [(1000,), (2**14,), (1, 2**14), (2**17,)])
+@pytest.mark.parametrize("are_received_whole", [True, False])
+def test_calls_arrive_amid_each_other(
+    client: Raw, uploads: Uploads, sizes: tuple[int, ...], *, are_received_whole: bool
+) -> None:
+    taken = 0 if are_received_whole else uploads.free_nbytes
+    uploads.free_nbytes -= taken
+    several = [Upload(client, stream_id) for stream_id in (3, 5, 7)]
+    for end in [*range(5, len(MESSAGE), 50_000), len(MESSAGE)]:
+        for upload in several:
+            upload.send(end, sizes)
+    for upload in several:
+        upload.check_sum()
+    uploads.free_nbytes += taken
 
 
 @pytest.mark.usefixtures("without_threads")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.raw_http2 import data, headers, prefixed
 from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
 
-from bngrad_wire.http2 import MultiplexedConnection, PeerGoneError, ServerCall, Uploads, frames
+from bngrad_wire.http2 import MultiplexedConnection, PeerGoneError, ProtocolError, ServerCall, Uploads, frames
 from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.sending import PREFIX
 from bngrad_wire.http2.server.call import WHOLE_NBYTES
@@ -189,9 +189,9 @@ def test_a_connection_is_read_again_once_a_call_that_has_arrived_is_read(pair: P
 @given(
     reads=st.lists(st.sampled_from([1, 1000, 2**16 - 1, 2**16, 200_000, 2**20]), min_size=1, max_size=6),
     frame_sizes=st.lists(st.sampled_from([0, 5000, 2**14, 100_000]), min_size=1, max_size=6).filter(any),
-    padding=st.sampled_from([0, 1, 255]),
+    padding=st.sampled_from([None, 0, 1, 255]),
 )
-def test_a_thread_reads_what_the_client_sends(reads: list[int], frame_sizes: list[int], padding: int) -> None:
+def test_a_thread_reads_what_the_client_sends(reads: list[int], frame_sizes: list[int], padding: int | None) -> None:
     """In the event loop's thread, or straight into the memory that it waits to have filled."""
     sizes = [*reads, *reads]
     message = random.Random(0).randbytes(sum(sizes))
@@ -217,7 +217,7 @@ def test_a_thread_reads_what_the_client_sends(reads: list[int], frame_sizes: lis
                 if not left:
                     return
                 part, left = left[:nbytes], left[nbytes:]
-                length = 1 + len(part) + padding
+                length = len(part) + (0 if padding is None else 1 + padding)
                 while allowed < length:
                     length_of_update, kind, _, stream_id = frames.parse_header(
                         pair.client.recv(9, socket.MSG_WAITALL), 0
@@ -226,8 +226,11 @@ def test_a_thread_reads_what_the_client_sends(reads: list[int], frame_sizes: lis
                     if (kind, stream_id) == (frames.WINDOW_UPDATE, 1):
                         allowed += int.from_bytes(payload, "big")
                 allowed -= length
-                header = frames.frame_header(length, frames.DATA, frames.PADDED, 1)
-                pair.client.sendall(b"".join([header, bytes([padding]), part, bytes(padding)]))
+                if padding is None:
+                    pair.client.sendall(data(part, 1))
+                else:
+                    header = frames.frame_header(length, frames.DATA, frames.PADDED, 1)
+                    pair.client.sendall(b"".join([header, bytes([padding]), part, bytes(padding)]))
 
         received, sent = pair.calls.submit(receive), pair.calls.submit(send)
 
@@ -243,15 +246,17 @@ def test_a_thread_reads_what_the_client_sends(reads: list[int], frame_sizes: lis
         assert pair.lane.unread == 0
 
 
-def receiving(pair: Pair, nbytes: int) -> Future[None]:
-    """Has a thread read so much of a message, of which some has arrived; returns once the loop is to fill the rest."""
+def receiving(pair: Pair, message: bytes) -> Future[bytes]:
+    """Has a thread read a message, of which 50,000 bytes have come; returns once the loop is to fill the rest."""
     pair.lane.is_lent = pair.lane.blocking = True
-    pair.read(data(prefixed(bytes(nbytes))[:50_000], 1))
+    pair.read(data(prefixed(message)[:50_000], 1))
     pair.connection.read()
 
-    def receive() -> None:
-        assert pair.call.receive_message() == nbytes
-        pair.call.read_into(memoryview(bytearray(nbytes)))
+    def receive() -> bytes:
+        assert pair.call.receive_message() == len(message)
+        memory = bytearray(len(message))
+        pair.call.read_into(memoryview(memory))
+        return bytes(memory)
 
     received = pair.calls.submit(receive)
 
@@ -264,7 +269,7 @@ def receiving(pair: Pair, nbytes: int) -> Future[None]:
 
 
 def test_what_has_arrived_is_acknowledged_before_a_thread_waits_for_more(pair: Pair) -> None:
-    received = receiving(pair, 200_000)
+    received = receiving(pair, bytes(200_000))
     assert pair.lane.unread == 0
     pair.client.sendall(data(bytes(150_005), 1, end=True))
 
@@ -276,14 +281,83 @@ def test_what_has_arrived_is_acknowledged_before_a_thread_waits_for_more(pair: P
     received.result()
 
 
+@pytest.mark.parametrize("frame_nbytes", [1000, 2**14, 30_000, 200_000])
+def test_frames_fill_what_a_thread_waits_for_up_to_its_end(pair: Pair, frame_nbytes: int) -> None:
+    message, following = random.Random(0).randbytes(200_000), bytes(range(100))
+    rest = (prefixed(message) + prefixed(following))[50_000:]
+    received = receiving(pair, message)
+    sent = b"".join(data(rest[start : start + frame_nbytes], 1) for start in range(0, len(rest), frame_nbytes))
+    connection = pair.connection
+    window = connection._receive_window + connection._unacknowledged
+    while sent:
+        pair.client.sendall(sent[:50_000])
+        sent = sent[50_000:]
+        pair.handle_events()
+
+    def is_over() -> bool:
+        pair.handle_events()
+        return received.done()
+
+    wait_until(is_over)
+    assert received.result() == message
+    assert pair.call.receive_message() == len(following)
+    assert pair.call.read(len(following)) == following
+    assert pair.lane.unread == 0
+    assert connection._receive_window + connection._unacknowledged == window
+
+
+@pytest.mark.parametrize(("nbytes", "is_useful"), [(10_000, True), (1, False)])
+def test_frames_are_useful_if_they_hold_much(pair: Pair, nbytes: int, *, is_useful: bool) -> None:
+    pair.read(*[data(bytes(nbytes), 1)] * 4)
+    assert pair.connection.was_useful is is_useful
+
+
+def test_data_after_the_end_of_its_call_closes_the_connection(pair: Pair) -> None:
+    pair.read(data(prefixed(bytes(10)), 1, end=True))
+    with pytest.raises(ProtocolError, match="after its end"):
+        pair.read(*[data(bytes(10), 1)] * 2)
+
+
+def test_data_beyond_the_length_that_its_call_has_fails_that(pair: Pair) -> None:
+    (relay,) = pair.connection._streams.values()
+    relay.content_left = 25
+    assert pair.read(*[data(bytes(10), 1)] * 3) == ([], [1])
+    assert pair.call.failure is not None
+    assert "content-length" in pair.call.failure.message
+
+
+def test_data_amid_a_header_block_closes_the_connection(pair: Pair) -> None:
+    pair.read(data(prefixed(bytes(10)), 1))
+    with pytest.raises(ProtocolError, match="inside a header block"):
+        pair.read(frames.frame(frames.HEADERS, 0, 3, b"\x82"), data(bytes(10), 1))
+
+
 def test_a_thread_takes_its_memory_back_before_it_gives_up(pair: Pair) -> None:
-    received = receiving(pair, 200_000)
+    received = receiving(pair, bytes(200_000))
     pair.lane.lose("it is given up")
     wait_until(lambda: pair.loop.has_any)
     assert not received.done()  # the connection may fill its memory still
     pair.loop.run()
     assert isinstance(received.exception(), PeerGoneError)
     assert pair.lane.target is None
+
+
+def test_frames_that_have_arrived_together_are_delivered_together(pair: Pair) -> None:
+    pair.lane.is_lent = True
+    pair.read(data(prefixed(bytes(10)), 1), *(data(bytes([number]), 1) for number in range(20)))
+    assert len(pair.lane._events) == 1
+    pair.lane.handle_frame()
+    pair.lane.buffer_data_frame()
+    assert bytes(pair.call.receive_buffer) == prefixed(bytes(10)) + bytes(range(20))
+
+
+@pytest.mark.parametrize("beyond", ["stream", "connection"])
+def test_frames_that_together_overrun_a_window_close_the_connection(pair: Pair, beyond: str) -> None:
+    pair.read(data(prefixed(bytes(10)), 1))
+    (relay,) = pair.connection._streams.values()
+    (relay if beyond == "stream" else pair.connection).__dict__["_" * (beyond != "stream") + "receive_window"] = 99
+    with pytest.raises(ProtocolError, match=f"DATA overruns the .*{beyond}"):
+        pair.read(*(data(bytes(10), 1) for _ in range(10)))
 
 
 def test_a_wait_is_not_too_long_while_something_moves(pair: Pair) -> None:

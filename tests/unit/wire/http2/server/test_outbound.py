@@ -26,14 +26,15 @@ def data(nbytes: int, stream_id: int, *, is_joined: bool) -> list[Buffer]:
     )
 
 
-def content_of(pieces: Sequence[Buffer]) -> bytes:
-    """The DATA in frames, of which the last one is a header block, with the trailers."""
+def content_of(pieces: Sequence[Buffer], max_frame_size: int = frames.LARGEST_FRAME_SIZE) -> bytes:
+    """The DATA in frames, which are no larger; the last one is a header block, with the trailers."""
     whole, found, kinds = b"".join(pieces), b"", []
     while whole:
         length, kind, flags, _ = frames.parse_header(whole, 0)
         payload, whole = whole[frames.HEADER_NBYTES :][:length], whole[frames.HEADER_NBYTES + length :]
         kinds.append((kind, flags))
         found += payload if kind == frames.DATA else b""
+        assert kind != frames.DATA or length <= max_frame_size
     assert kinds[-1] in [(frames.HEADERS, END), (frames.CONTINUATION, frames.END_HEADERS)]
     assert all(flags == 0 for kind, flags in kinds if kind == frames.DATA)
     return found
@@ -46,9 +47,10 @@ sizes = st.integers(0, 300)
     answers=st.lists(st.lists(st.tuples(sizes, st.booleans(), st.booleans()), max_size=4), min_size=1, max_size=4),
     block_nbytes=st.sampled_from([10, 40_000]),
     rooms=st.lists(st.integers(0, 200), min_size=1, max_size=20).filter(any),
+    max_frame_size=st.sampled_from([1, 7, 30, 1000]),
 )
 def test_each_stream_gets_its_frames_whole_and_in_order(
-    answers: list[list[tuple[int, bool, bool]]], block_nbytes: int, rooms: list[int]
+    answers: list[list[tuple[int, bool, bool]]], block_nbytes: int, rooms: list[int], max_frame_size: int
 ) -> None:
     queue = OutboundQueue()
     given_pieces: dict[int, list[Buffer]] = {}
@@ -71,13 +73,13 @@ def test_each_stream_gets_its_frames_whole_and_in_order(
         if not len(queue):
             break
         stream_id = queue.next_turn()
-        part = queue.take(stream_id, room)
+        part = queue.take(stream_id, room, max_frame_size)
         if part is not None:
             assert part.data_nbytes <= room
             assert part.batch.stream_id == stream_id
             part.was_sent()
             sent[stream_id] += part.pieces
-    assert {stream_id: content_of(pieces) for stream_id, pieces in sent.items()} == {
+    assert {stream_id: content_of(pieces, max_frame_size) for stream_id, pieces in sent.items()} == {
         stream_id: content_of(pieces) for stream_id, pieces in given_pieces.items()
     }
     assert queue.data_nbytes == queue.kept_nbytes == 0
@@ -90,7 +92,7 @@ def test_a_header_block_is_sent_at_once() -> None:
     queue = OutboundQueue()
     pieces = frames.header_block(1, bytes(40_000), frames.END_STREAM)
     queue.add(Batch(pieces, lambda *_: None))
-    part = queue.take(1, 0)
+    part = queue.take(1, 0, frames.MIN_FRAME_SIZE)
     assert part is not None
     assert part.pieces == pieces
     assert part.ends_stream
@@ -102,8 +104,25 @@ def test_data_waits_for_room_and_an_empty_frame_does_not(room: int) -> None:
     queue = OutboundQueue()
     queue.add(Batch(data(0, 1, is_joined=True), lambda *_: None))
     queue.add(Batch(data(1, 1, is_joined=True), lambda *_: None))
-    assert queue.take(1, room) is not None
-    assert queue.take(1, room) is None
+    assert queue.take(1, room, frames.MIN_FRAME_SIZE) is not None
+    assert queue.take(1, room, frames.MIN_FRAME_SIZE) is None
+
+
+@pytest.mark.parametrize(
+    ("room", "sizes"),
+    [(1, [1]), (30, [30]), (31, [30]), (70, [30, 30]), (100, [30, 30, 30]), (1000, [30, 30, 30])],
+)
+def test_data_that_has_room_is_taken_together_in_frames_of_the_largest_size(room: int, sizes: list[int]) -> None:
+    queue = OutboundQueue()
+    queue.add(Batch(data(100, 1, is_joined=False), lambda *_: None))
+    part = queue.take(1, room, 30)
+    assert part is not None
+    whole, found = b"".join(part.pieces), []
+    while whole:
+        found.append(frames.parse_header(whole, 0)[0])
+        whole = whole[frames.HEADER_NBYTES + found[-1] :]
+    assert found == sizes
+    assert part.data_nbytes == sum(sizes)
 
 
 def test_streams_take_turns() -> None:
@@ -113,7 +132,7 @@ def test_streams_take_turns() -> None:
     turns = []
     for _ in range(6):
         turns.append(queue.next_turn())
-        assert isinstance(queue.take(turns[-1], 50), Part)
+        assert isinstance(queue.take(turns[-1], 50, frames.MIN_FRAME_SIZE), Part)
     assert turns == [1, 3, 5, 1, 3, 5]
     assert not len(queue)
 
@@ -124,7 +143,7 @@ def test_what_is_withdrawn_is_not_sent_and_nothing_waits_for_it() -> None:
     queue.add(Batch(data(100, 1, is_joined=False), lambda *_: None, taken))
     queue.add(Batch(data(10, 1, is_joined=True), lambda *_: None))
     queue.add(Batch(data(7, 3, is_joined=True), lambda *_: None))
-    assert queue.take(1, 40) is not None
+    assert queue.take(1, 40, frames.MIN_FRAME_SIZE) is not None
     assert queue.data_nbytes_of(1) == 70
     assert queue.kept_nbytes == 17 + 2 * frames.HEADER_NBYTES
     queue.withdraw(1)
