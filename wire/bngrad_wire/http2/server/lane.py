@@ -17,9 +17,8 @@ from bngrad_wire.http2.carrier import Carrier
 from bngrad_wire.http2.connection_state import EARNING_SHIFT
 from bngrad_wire.http2.errors import RpcError
 from bngrad_wire.http2.server.call import WHOLE_NBYTES
-from bngrad_wire.http2.server.lane_interfaces import LaneIo, Lanes, Loop
+from bngrad_wire.http2.server.lane_interfaces import LaneIo, Lanes, Loop, Target
 from bngrad_wire.http2.server.outbound import Batch
-from bngrad_wire.http2.server.target import Target
 from bngrad_wire.http2.stream import Stream
 
 _STEP_NBYTES = 2**15

@@ -43,3 +43,27 @@ class LaneIo(Patience):
 
     def expect_large_messages(self, *, are_kept: bool) -> None:
         """Does nothing: the socket is shared by calls of all sizes."""
+
+
+class Target:
+    """Memory that the thread of an event loop fills, and another one waits for.
+
+    Attributes:
+        rest: What is not filled yet; empty once nothing more will be, as other DATA or the end of the call came before.
+        filled: How many bytes are.
+    """
+
+    __slots__ = ("filled", "rest")
+
+    def __init__(self, memory: memoryview) -> None:
+        self.rest = memory
+        self.filled = 0
+
+    def advance(self, nbytes: int) -> None:
+        """Takes note that the next bytes are filled."""
+        self.filled += nbytes
+        self.rest = self.rest[nbytes:]
+
+    def close(self) -> None:
+        """Fills nothing more."""
+        self.rest = memoryview(b"")

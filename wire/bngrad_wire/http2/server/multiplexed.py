@@ -11,10 +11,11 @@ from bngrad_wire.http2.connection import FRAMES_PER_TURN
 from bngrad_wire.http2.connection_state import EARNING_SHIFT
 from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.server.call import ServerCall
+from bngrad_wire.http2.server.delivering import DeliveringConnection
 from bngrad_wire.http2.server.lane import Lane
 from bngrad_wire.http2.server.lane_interfaces import Loop
 from bngrad_wire.http2.server.relay import Relay, Uploads, is_open
-from bngrad_wire.http2.server.relaying import LARGE_WINDOW_NBYTES, MAX_ENLARGED, WINDOW_NBYTES, RelayingConnection
+from bngrad_wire.http2.server.relaying import LARGE_WINDOW_NBYTES, MAX_ENLARGED, WINDOW_NBYTES
 from bngrad_wire.http2.server.request_headers import CallHeaders
 from bngrad_wire.http2.stream import Stream
 
@@ -40,7 +41,7 @@ _SETTINGS = frames.settings(
 )
 
 
-class MultiplexedConnection(RelayingConnection):
+class MultiplexedConnection(DeliveringConnection):
     """A connection that accepts calls one after the other or, after `multiplex`, several at a time.
 
     After `multiplex`, all methods are for the thread of the event loop, which must not wait: `read` takes the place of
