@@ -68,6 +68,7 @@ class DeliveringConnection(RelayingConnection):
         io, relay, room = self.io, None, 0
         position, view = io.low, memoryview(io.buffer)
         contents: list[memoryview] = []
+        most = min(most, self.frame_budget)
         while len(contents) < most and position + frames.HEADER_NBYTES <= io.high:
             length, kind, flags, stream_id = frames.parse_header(io.buffer, position)
             start = position + frames.HEADER_NBYTES

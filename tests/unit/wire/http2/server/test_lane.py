@@ -326,6 +326,16 @@ def test_data_beyond_the_length_that_its_call_has_fails_that(pair: Pair) -> None
     assert "content-length" in pair.call.failure.message
 
 
+@pytest.mark.parametrize("budget", [0, 5, 30])
+def test_frames_are_handled_together_as_far_as_the_budget_goes(pair: Pair, budget: int) -> None:
+    pair.lane.is_lent = True
+    pair.client.sendall(b"".join(data(bytes([number]), 1) for number in range(20)))
+    pair.connection.frame_budget = budget
+    assert pair.connection.io.fill_nonblocking()
+    assert pair.connection._take_run(64) == min(budget, 20)
+    assert pair.connection.frame_budget == max(budget - 20, 0)
+
+
 def test_data_amid_a_header_block_closes_the_connection(pair: Pair) -> None:
     pair.read(data(prefixed(bytes(10)), 1))
     with pytest.raises(ProtocolError, match="inside a header block"):
