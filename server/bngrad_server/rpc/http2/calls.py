@@ -81,7 +81,8 @@ class Http2Calls:
         self._watches = HealthWatches(health, event_loop, self._end_watch)
         self._max_whole_nbytes = max(_WHOLE_NBYTES, computed_nbytes)
         self._inline_calls = InlineCalls(servicer, self._finish_soon)
-        self._receiving = ReceivingCalls(is_worthwhile=servicer.admission.is_worthwhile, max_wait_s=servicer.max_wait_s)
+        self._is_worthwhile = servicer.admission.is_worthwhile
+        self._receiving = ReceivingCalls(is_worthwhile=self._is_worthwhile, max_wait_s=servicer.max_wait_s)
         servicer.admission.on_leave.append(self._after_request)
         event_loop.on_tick = self._on_tick
 
@@ -106,6 +107,8 @@ class Http2Calls:
                 http.may_multiplex = False
                 self._on_call(connection, call, time.perf_counter(), rpc)
             else:
+                # Calls of a client at its limit wait for a thread rather than arrive and be refused.
+                http.may_take_memory = partial(self._is_worthwhile, rpc.client)
                 self._add_lane(connection, self.connections.multiplex(connection, _WAIT_S), call, rpc)
                 self._begin_arrived(connection)
                 self.connections.settle(connection)

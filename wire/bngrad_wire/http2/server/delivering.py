@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 
 from bngrad_wire.http2 import frames
@@ -20,10 +21,15 @@ _DIRECT_NBYTES = 2**16
 
 
 class DeliveringConnection(RelayingConnection):
-    """Delivers DATA to lanes, or fills with it what they wait to have filled."""
+    """Delivers DATA to lanes, or fills with it what they wait to have filled.
+
+    Attributes:
+        may_take_memory: Whether memory may be taken now to receive a large call whole.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
+        self.may_take_memory: Callable[[], bool] = lambda: True
         self._receiving: Relay | None = None  # that the current DATA frame belongs to
 
     def _deliver_data(self) -> None:
@@ -151,7 +157,7 @@ class DeliveringConnection(RelayingConnection):
         if relay.lane.is_lent or min(self.data_left, io.high - io.low) < PREFIX.size:
             return
         nbytes = PREFIX.size + PREFIX.unpack_from(io.buffer, io.low)[1]
-        if WINDOW_NBYTES < nbytes <= min(_LARGE_WHOLE_NBYTES, uploads.free_nbytes):
+        if WINDOW_NBYTES < nbytes <= min(_LARGE_WHOLE_NBYTES, uploads.free_nbytes) and self.may_take_memory():
             with suppress(MemoryError):
                 relay.lane.expect_whole(nbytes)
                 if self.data_left <= frames.MIN_FRAME_SIZE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator
 
@@ -130,6 +131,27 @@ def test_a_call_that_pauses_goes_on_in_a_thread(
     if pause_at < len(MESSAGE):
         wait_until(lambda: len(service.port._connections._lent) == 1)
         upload.send(sizes=sizes)
+    upload.check_sum()
+
+
+def test_no_memory_is_taken_for_a_client_at_its_limit(
+    service: Service, client: Raw, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_until(lambda: service.is_at_rest)
+    admission = service.engine.admission
+    (connection,) = service.port._connections._all
+    assert connection.http.may_take_memory()
+    monkeypatch.setattr(admission, "_max_client_requests", 0)
+    admission._refused_of[connection.client] = 0, math.inf  # as after a refusal
+    assert not connection.http.may_take_memory()
+    free_nbytes = uploads.free_nbytes
+    upload = Upload(client)
+    upload.send(WHOLE_NBYTES)
+    wait_until(lambda: len(service.port._calls._receiving) == 1)
+    assert uploads.free_nbytes == free_nbytes
+    monkeypatch.undo()
+    del admission._refused_of[connection.client]
+    upload.send()
     upload.check_sum()
 
 
