@@ -17,7 +17,7 @@ _LARGE_WHOLE_NBYTES = 2**22 + 2**16
 _PIECE_NBYTES = 2**16
 """How much is delivered at once: of a call without memory, its owner gets at least the beginning, and can refuse it."""
 _DIRECT_NBYTES = 2**16
-"""From this size on, the rest of a frame is received by itself; less comes with the next ones, in fewer calls."""
+"""From this size on, the rest of a frame is received by itself; less comes with the next ones, in fewer reads."""
 
 
 class DeliveringConnection(RelayingConnection):
@@ -68,8 +68,8 @@ class DeliveringConnection(RelayingConnection):
     def _take_run(self, most: int) -> int:
         """Delivers DATA frames of a call that have arrived whole, at less cost than one by one.
 
-        A frame that begins or ends a call, or breaks a rule, is left to `handle_frame`. Returns how many frames, of at
-        most so many, it delivered.
+        A frame that begins or ends a call, or breaks a rule, is left to `handle_frame`. Returns how many frames were
+        delivered, ``most`` at most.
         """
         io, relay, room = self.io, None, 0
         position, view = io.low, memoryview(io.buffer)
@@ -89,8 +89,9 @@ class DeliveringConnection(RelayingConnection):
                 break
             position = start + length
             contents.append(view[start:position])
-        has_delivered = relay is not None and bool(contents) and self._deliver_run(relay, contents, position)
-        return len(contents) if has_delivered else 0
+        if relay is None or not contents or not self._deliver_run(relay, contents, position):
+            return 0
+        return len(contents)
 
     def _deliver_run(self, relay: Relay, contents: list[memoryview], end: int) -> bool:
         """Delivers the DATA of frames, which end there; returns False, and does nothing, beyond windows or budget."""

@@ -365,7 +365,10 @@ def test_frames_that_have_arrived_together_are_delivered_together(pair: Pair) ->
 def test_frames_that_together_overrun_a_window_close_the_connection(pair: Pair, beyond: str) -> None:
     pair.read(data(prefixed(bytes(10)), 1))
     (relay,) = pair.connection._streams.values()
-    (relay if beyond == "stream" else pair.connection).__dict__["_" * (beyond != "stream") + "receive_window"] = 99
+    if beyond == "stream":
+        relay.receive_window = 99
+    else:
+        pair.connection._receive_window = 99
     with pytest.raises(ProtocolError, match=f"DATA overruns the .*{beyond}"):
         pair.read(*(data(bytes(10), 1) for _ in range(10)))
 
