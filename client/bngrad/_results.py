@@ -101,7 +101,8 @@ class ServerInfo:
         ops: The names of the ops that it computes.
         max_message_bytes: The size of the largest gRPC message that it takes or sends.
         arena_bytes: The size of its memory for the tensors of all requests in flight.
-        requests: How many requests are in flight.
+        requests: How many requests it has received whose answers it has not sent.
+        unread_connections: How many connections have sent what it has not read yet, most of them further requests.
         batch_sizes: How many batches it has computed; at index k, those of 2**k to 2**(k + 1) - 1 requests.
         stream_port: The TCP port of its endpoint for large tensors; 0 for none.
         stream_host: The host of that endpoint; empty for the host of the server's address.
@@ -117,6 +118,7 @@ class ServerInfo:
     max_message_bytes: int
     arena_bytes: int
     requests: int
+    unread_connections: int
     batch_sizes: tuple[int, ...]
     stream_port: int
     stream_host: str

@@ -138,8 +138,8 @@ def test_the_server_knows_how_many_requests_wait_for_its_front_process(
         bngrad.Client(server.target) as other,
     ):
         with Load(client, [random_inputs(Spec(FLOAT32, (4, 16, 16, 32), 3), 1)], callers=8):
-            wait_until(lambda: other.server_info().requests >= 4)
-        wait_until(lambda: other.server_info().requests == 0)
+            wait_until(lambda: other.server_info().unread_connections >= 4)
+        wait_until(lambda: other.server_info().unread_connections == 0)
 
 
 def test_many_clients_in_shared_memory_get_the_bits_of_workers(server: EmbeddedServer) -> None:

@@ -45,6 +45,7 @@ def _lines(server: bngrad.ServerInfo) -> list[tuple[str, str]]:
         *remark,
         *compiling,
         ("requests in flight", str(server.requests)),
+        ("unread connections", str(server.unread_connections)),
         ("batches computed", _batches(server.batch_sizes) or "none"),
         ("largest message", f"{server.max_message_bytes / 2**20:.1f} MiB"),
         ("memory for tensors", f"{server.arena_bytes / 2**30:.2f} GiB"),

@@ -150,7 +150,7 @@ class LocalKernels:
         names = tuple(op.method.rpartition("/")[2] for op in checks.OPS)
         return ServerInfo(
             version=__version__, devices=(device,), ops=names, max_message_bytes=0, arena_bytes=0, requests=0,
-            batch_sizes=(), stream_port=0, stream_host="", local_directory="", device_remark="",
+            unread_connections=0, batch_sizes=(), stream_port=0, stream_host="", local_directory="", device_remark="",
             compiling=_backend().compiling,
         )  # fmt: skip
 

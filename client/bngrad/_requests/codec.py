@@ -228,6 +228,7 @@ def read_server_info(data: bytes) -> tuple[ServerInfo, pb.Endpoints]:
         max_message_bytes=message.limits.max_message_bytes,
         arena_bytes=message.limits.arena_bytes,
         requests=message.requests,
+        unread_connections=message.unread_connections,
         batch_sizes=tuple(message.batch_sizes),
         stream_port=message.endpoints.stream_port,
         stream_host=message.endpoints.stream_host,

@@ -51,7 +51,7 @@ class Replica:
         pid = self._process.pid  # of the server that answers, if one does
         info = self._info() if self._process.target else None
         node_id = ray.get_runtime_context().get_node_id()
-        return State(self._process.target, info.requests if info else None, pid, node_id)
+        return State(self._process.target, info.requests + info.unread_connections if info else None, pid, node_id)
 
     def stop(self) -> None:
         """Has the server finish its requests, and waits until it has ended."""

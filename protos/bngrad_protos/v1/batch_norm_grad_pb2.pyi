@@ -303,7 +303,7 @@ class Endpoints(_message.Message):
     def __init__(self, stream_port: _Optional[int] = ..., local_directory: _Optional[str] = ..., stream_host: _Optional[str] = ..., copied_ahead_bytes: _Optional[int] = ..., is_at_given_port: bool = ...) -> None: ...
 
 class ServerInfoResponse(_message.Message):
-    __slots__ = ("version", "devices", "limits", "ops", "endpoints", "requests", "batch_sizes", "device_remark", "compiling")
+    __slots__ = ("version", "devices", "limits", "ops", "endpoints", "requests", "batch_sizes", "device_remark", "compiling", "unread_connections")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +313,7 @@ class ServerInfoResponse(_message.Message):
     BATCH_SIZES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_REMARK_FIELD_NUMBER: _ClassVar[int]
     COMPILING_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     version: str
     devices: _containers.RepeatedCompositeFieldContainer[Device]
     limits: Limits
@@ -322,4 +323,5 @@ class ServerInfoResponse(_message.Message):
     batch_sizes: _containers.RepeatedScalarFieldContainer[int]
     device_remark: str
     compiling: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., ops: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Union[Endpoints, _Mapping]] = ..., requests: _Optional[int] = ..., batch_sizes: _Optional[_Iterable[int]] = ..., device_remark: _Optional[str] = ..., compiling: _Optional[_Iterable[str]] = ...) -> None: ...
+    unread_connections: int
+    def __init__(self, version: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., ops: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Union[Endpoints, _Mapping]] = ..., requests: _Optional[int] = ..., batch_sizes: _Optional[_Iterable[int]] = ..., device_remark: _Optional[str] = ..., compiling: _Optional[_Iterable[str]] = ..., unread_connections: _Optional[int] = ...) -> None: ...

@@ -11,7 +11,7 @@ from bngrad_server.engine import Engine
 def engine_status(engine: Engine) -> dict[str, Any]:
     """Returns the state of an engine; counters count since the start, sizes are in bytes."""
     batcher, arena, regions = engine.batcher, engine.arena, engine.regions
-    counts, (jobs, jobs_nbytes), unread = batcher.counts, batcher.waiting(), engine.load.unread
+    counts, (jobs, jobs_nbytes), unread = batcher.counts, batcher.waiting(), engine.load.unread_connections
     ahead = engine.sent_ahead.tensors
     return {
         **engine.observer.metrics.status(),

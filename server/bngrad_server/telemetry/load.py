@@ -69,14 +69,9 @@ class LoadMeter:
         self._trailers = LoadTrailers(LoadReport(0.0, 0.0, 0.0))
 
     @property
-    def unread(self) -> int:
-        """How many requests wait in their connections for the event loop, which may compute them itself."""
+    def unread_connections(self) -> int:
+        """How many connections wait for the event loop, most with requests, which it may compute itself."""
         return 0 if self.event_loop is None else self.event_loop.count_ready()
-
-    @property
-    def requests(self) -> int:
-        """How many requests are in the server."""
-        return self._admission.admitted + self.unread
 
     @property
     def event_loop_busy_s(self) -> float:
@@ -106,7 +101,7 @@ class LoadMeter:
         self._rate += part * (ended / seconds - self._rate)
         busy_s = workers_s / max(self._slots(), 1) + front_s  # more workers make the front process no faster
         self._busy += part * (busy_s / seconds - self._busy)
-        requests = self._requests / max(self._samples, 1) + self.unread
+        requests = self._requests / max(self._samples, 1) + self.unread_connections
         self._at, self._before, self._due_at = now, counts, now + _INTERVAL_S
         self._samples = self._requests = 0
         self._trailers = LoadTrailers(LoadReport(self._rate, self._busy, requests))

@@ -65,14 +65,14 @@ def test_requests_that_the_front_process_computes_are_in_the_server_too(clock: C
     for near, far in ends:
         event_loop.add_reader(near.fileno(), lambda: None)
         far.send(b"unread")
-    assert meter.requests == meter.unread == 3
+    assert meter.unread_connections == 3
     clock.now += 0.3
     assert report_of(meter).requests == 1 + 3  # the one that is answered has been read
     for near, far in ends:
         event_loop.remove_reader(near.fileno())
         near.close()
         far.close()
-    assert meter.requests == 0
+    assert meter.unread_connections == 0
 
 
 def test_the_capacity_outlasts_a_pause(clock: Clock) -> None:
