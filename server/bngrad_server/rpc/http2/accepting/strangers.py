@@ -116,13 +116,17 @@ class Strangers:
 
     def _add(self, stranger: Stranger) -> None:
         places = self._local if stranger.is_local else self._remote
-        if places.is_full and (dispensable := places.most_dispensable(self._all)) is not None:
+        dispensable = places.most_dispensable(self._all) if places.is_full else None
+        if dispensable is not None:
             self._end(dispensable, "full")
         places.take(stranger, stranger.peer)
         self._all[stranger] = None
+        # The connections of such a peer replace each other, perhaps before their waits would end.
+        is_crowded = dispensable is not None and dispensable.peer == stranger.peer
+        delay_s = 0.0 if is_crowded else self._penalties.delay_s(stranger.peer)
         if stranger.http is not None:
             self._greet(stranger)
-        elif delay_s := self._penalties.delay_s(stranger.peer):
+        elif delay_s:
             stranger.resumes_at = time.monotonic() + delay_s
         else:
             self._begin(stranger)

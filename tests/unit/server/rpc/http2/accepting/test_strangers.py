@@ -321,6 +321,17 @@ def test_a_flood_of_strangers_takes_no_place_of_another_peer(service: Service, m
     assert not is_closed(other)
 
 
+def test_a_peer_whose_flood_has_all_places_does_not_wait(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no connection of its address, good or bad, might keep its place until its wait ends."""
+    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: math.inf if peer == "127.0.0.1" else 0.0)
+    port = service.port._strangers
+    port._remote.count = PLACES
+    flood = [service.socket(over_tcp=True) for _ in range(PLACES)]
+    wait_until(lambda: len(port._all) == PLACES)
+    check_answered(ask(service.connect(over_tcp=True), metadata=GOOD))
+    assert is_closed(flood[0])
+
+
 def test_a_first_call_after_more_frames_than_are_handled_at_a_time_is_answered(service: Service) -> None:
     client = service.connect()
     client.outbound.append(PING * 700)
