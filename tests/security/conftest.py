@@ -25,9 +25,9 @@ _ARRAY = np.ones((2, 3, 3, 4), np.float32)
 _STATS = np.ones(4, np.float32)
 
 
-def ask(client: bngrad.Client, **attributes: Any) -> None:
+def ask(client: bngrad.Client, *, timeout: float = 60, **attributes: Any) -> None:
     """Makes a call that an authorised client gets answered, unless its attributes are invalid."""
-    client.fused_batch_norm_grad_v2(_ARRAY, _ARRAY, _STATS, _STATS, _STATS, timeout=60, **attributes)
+    client.fused_batch_norm_grad_v2(_ARRAY, _ARRAY, _STATS, _STATS, _STATS, timeout=timeout, **attributes)
 
 
 class Guarded:

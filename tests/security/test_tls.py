@@ -8,7 +8,8 @@ import socket
 import ssl
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,30 @@ def test_the_client_accepts_no_other_server(guarded: Guarded, transport: Transpo
     assert refusal(guarded, tls=True, transport=transport)
     assert refusal(guarded, tls=False, transport=transport).endswith(_LOST)
     assert refusal(guarded, tls=bngrad.Tls(guarded.authority.path), transport=transport).endswith(_LOST)
+
+
+@pytest.mark.parametrize("transport", ["auto", "stream", "unary"])
+def test_a_handshake_that_the_server_breaks_off_is_tried_again(guarded: Guarded, transport: Transport) -> None:
+    """It is there, but may have no place for another connection."""
+    accepted = 0
+
+    def break_off(listener: socket.socket) -> None:
+        nonlocal accepted
+        with suppress(OSError):
+            while True:
+                sock, _ = listener.accept()
+                accepted += 1
+                with sock:
+                    sock.recv(2**16)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as threads, ExitStack() as stack:
+        stack.callback(listener.shutdown, socket.SHUT_RDWR)
+        threads.submit(break_off, listener)
+        target = f"127.0.0.1:{listener.getsockname()[1]}"
+        client = stack.enter_context(guarded.client(target, transport=transport))
+        with pytest.raises(bngrad.UnavailableError, match=r"\d+ attempts in"):
+            ask(client, timeout=3)
+    assert accepted > 1
 
 
 @pytest.mark.parametrize("transport", ["stream", "unary"])

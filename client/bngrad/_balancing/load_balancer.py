@@ -16,8 +16,8 @@ from bngrad._errors import BngradError, DeadlineExceededError, NotSharedError, U
 from bngrad_wire.load_report import LoadReport
 
 _PROBE_TIMEOUT_S = 5.0
-_STREAM_REMOVED = "Stream removed"
-"""What grpcio says of a connection that failed, as its first one often does in a forked child."""
+_HAD_CONNECTION = "Stream removed", "Handshake read failed"
+"""What grpcio says of a connection that ended: often the first one in a forked child, or one of a server in a flood."""
 NEWEST_PART = 0.1
 """What the newest report counts for in an average over all reports."""
 
@@ -159,7 +159,7 @@ class LoadBalancer:
         """Records that a call failed; marks the server down if it is not available."""
         if isinstance(error, NotSharedError):  # the client may know this without asking the server
             return
-        if _STREAM_REMOVED in str(error):  # grpcio had a connection, so the address is right
+        if any(sign in str(error) for sign in _HAD_CONNECTION):  # so the address is right
             self._was_reached = True
         if not isinstance(error, UnavailableError | DeadlineExceededError):
             self._was_reached = True

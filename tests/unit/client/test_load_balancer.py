@@ -410,6 +410,7 @@ def test_an_only_server_that_failed_or_is_silent_is_not_asked(monkeypatch: pytes
         (None, True),
         (bngrad.InvalidArgumentError("wrong"), True),
         (bngrad.UnavailableError("Stream removed"), True),
+        (bngrad.UnavailableError("Handshake read failed (Endpoint closing)"), True),
         (bngrad.UnavailableError("gone"), False),
         (NotSharedError("not here"), False),
     ],
