@@ -17,7 +17,7 @@ from bngrad_wire.load_report import LoadReport
 
 _PROBE_TIMEOUT_S = 5.0
 _HAD_CONNECTION = "Stream removed", "Handshake read failed"
-"""What grpcio says of a connection that ended: often the first one in a forked child, or one of a server in a flood."""
+"""What grpcio says of a connection that ended early: often the first one in a forked child, or amid its handshake."""
 NEWEST_PART = 0.1
 """What the newest report counts for in an average over all reports."""
 

@@ -121,7 +121,7 @@ class Strangers:
             self._end(dispensable, "full")
         places.take(stranger, stranger.peer)
         self._all[stranger] = None
-        # The connections of such a peer replace each other, perhaps before their waits would end.
+        # A peer that has all places loses its oldest connection to its newest, perhaps before a wait would have ended.
         is_crowded = dispensable is not None and dispensable.peer == stranger.peer
         delay_s = 0.0 if is_crowded else self._penalties.delay_s(stranger.peer)
         if stranger.http is not None:
