@@ -41,6 +41,7 @@ _LIST = (
     Attack(announcing.announce_then_drip, _ALL, is_limited=False),
     Attack(announcing.announce_then_trickle, _ALL, is_limited=False),
     Attack(announcing.ask_for_everything, _ALL, is_limited=False),
+    Attack(half_made.dripping_uploads, _ALL, is_limited=False),
     Attack(messages.unknown_fields, _ALL),
     Attack(messages.unknown_fields_slowly, _ALL),
     Attack(messages.nested_fields, _ALL),

@@ -4,7 +4,8 @@ Run as ``python -m benchmarks.hostile.good_client DOOR TARGET TOKEN CA``; CA is 
 reads, a number of seconds, it calls for that long and prints latencies in seconds, and errors, as JSON.
 
 It uses the door that it is told to and no other one, unlike `bngrad.Client`, which makes a call by another transport
-where one fails. Those that speak the SDK's own HTTP/2 make unary calls and exchanges by turns.
+where one fails. "stock" is grpcio's client. Those that speak the SDK's own HTTP/2 make unary calls and exchanges by
+turns.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import sys
 import time
 from collections.abc import Callable
 
+import grpc
 import numpy as np
-from benchmarks.hostile.victim import Victim
+from benchmarks.hostile.victim import Victim, channel
 
 import bngrad
 from bngrad._credentials import Credentials, Security
@@ -27,7 +29,7 @@ from bngrad._requests.request import EXCHANGE_METHOD
 from bngrad._transports.connection_pool import NotConnectedError
 from bngrad._transports.http2 import Http2Transport
 
-DOORS = ("own", "own 1 MB", "unix", "grpcio", "shared")
+DOORS = ("tcp", "tcp 1 MB", "stock", "unix", "shared")
 _TIMEOUT_S = 10.0
 _RATE = 50.0
 _LARGE_RATE = 12.5
@@ -47,7 +49,7 @@ def main() -> None:
         while (begun := time.perf_counter()) < end:
             try:
                 call()
-            except (bngrad.BngradError, NotConnectedError) as error:
+            except (bngrad.BngradError, NotConnectedError, grpc.RpcError) as error:
                 errors.append(f"{type(error).__name__}: {error}")
             latencies.append(time.perf_counter() - begun)
             time.sleep(max(0.001, interval_s - latencies[-1]))
@@ -59,14 +61,17 @@ def _call_of(door: str, target: str, token: str, ca: str | None) -> Callable[[],
     shape = _LARGE_SHAPE if door.endswith("MB") else _SHAPE
     tensor, stats = np.ones(shape, np.float32), np.ones(shape[-1], np.float32)
     tensors = (tensor, tensor, stats, stats, stats)
-    if door in ("grpcio", "shared"):
-        transport = "unary" if door == "grpcio" else "shared"
-        client = bngrad.Client(target, tls=tls or False, token=token or None, transport=transport, insecure=True)  # type: ignore[arg-type]
+    if door == "shared":
+        client = bngrad.Client(target, tls=tls or False, token=token or None, transport="shared", insecure=True)
         return lambda: client.fused_batch_norm_grad_v2(*tensors, timeout=_TIMEOUT_S)
     victim = Victim.discover(target, token, ca)
     credentials = Credentials(Security(tls, token or None), target if door != "unix" else "unix:")
     http = Http2Transport(victim.addresses["unix" if door == "unix" else "tcp"], target, credentials)
     request = ops.V2.prepare(tensors, TensorFlowAttributes(1e-4, "NHWC", True, "variance", 0), None)
+    if door == "stock":
+        call: Callable[..., bytes] = channel(target, ca).unary_unary(request.op.method)
+        message, metadata = b"".join(request.pieces()), (("authorization", f"Bearer {token}"),) if token else ()
+        return lambda: call(message, timeout=_TIMEOUT_S, metadata=metadata)
     large = [codec.view_of(array) for array in request.large.values()]
     result = codec.view_of(np.empty(shape, np.float32))
 

@@ -6,6 +6,7 @@ import itertools
 import resource
 import secrets
 import socket
+import struct
 import time
 from contextlib import suppress
 
@@ -17,6 +18,8 @@ from bngrad_wire.http2 import frames
 _HALF_OPEN = 5000
 _HALF_MADE_CALLS = 512
 _HEADERS_NBYTES = 50
+_UPLOADS = 64
+_UPLOAD_NBYTES = 3 * 2**20
 _DRIPPING = 250
 _DRIP_S = 0.1
 
@@ -51,6 +54,24 @@ def half_made_messages(victim: Victim) -> None:
             raise ConnectionError("the call has ended")
 
     with_crowd(_HALF_MADE_CALLS, begin, step, 0.1)
+
+
+def dripping_uploads(victim: Victim) -> None:
+    """Tenant: 64 connections a door that begin a message of 3 MiB, and go on byte by byte"""
+    beginning = struct.pack(">BI", 0, _UPLOAD_NBYTES) + bytes(frames.MIN_FRAME_SIZE - 5)
+    said = PLAIN + headers(1, token=victim.token) + frames.frame(frames.DATA, 0, 1, beginning)
+    drip = frames.frame(frames.DATA, 0, 1, b"\0")
+
+    def begin() -> Peer:
+        return Peer(victim, said)
+
+    def step(peer: Peer) -> None:
+        peer.poll()
+        if peer.ended:
+            raise ConnectionError("the call has ended")
+        peer.send(drip)
+
+    with_crowd(_UPLOADS, begin, step, _DRIP_S)
 
 
 def half_open(victim: Victim) -> None:

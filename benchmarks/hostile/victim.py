@@ -40,7 +40,7 @@ class Victim:
     def discover(cls, target: str, token: str, ca: str | None, http: str | None = None) -> Victim:
         """Asks a server for its addresses."""
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        with _channel(target, ca) as asked:
+        with channel(target, ca) as asked:
             stub = pb_grpc.BatchNormGradServiceStub(asked)
             info = stub.ServerInfo(pb.ServerInfoRequest(), metadata=metadata, timeout=10 * TIMEOUT_S)
         host, _, port = target.rpartition(":")
@@ -91,7 +91,8 @@ class Victim:
         return context.wrap_socket(self.plain(), server_hostname=address[0])
 
 
-def _channel(target: str, ca: str | None) -> grpc.Channel:
+def channel(target: str, ca: str | None) -> grpc.Channel:
+    """Opens a connection of its own, with TLS if an authority is given."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     if ca is None:
         return grpc.insecure_channel(target, options)

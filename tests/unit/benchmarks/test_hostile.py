@@ -15,7 +15,7 @@ from benchmarks.hostile.victim import Victim
 
 
 def turn(during_s: float, after_s: float = 0.001, errors: tuple[str, ...] = (), grown_bytes: int = 0) -> Outcome:
-    return Outcome({"own": [during_s] * 100}, {"own": list(errors)}, {"own": [after_s] * 100}, grown_bytes)
+    return Outcome({"tcp": [during_s] * 100}, {"tcp": list(errors)}, {"tcp": [after_s] * 100}, grown_bytes)
 
 
 QUIET = [turn(0.001), turn(0.5, 0.5), turn(0.001)]
@@ -29,7 +29,7 @@ def test_each_attack_says_who_does_what_to_which_doors(attack: Attack) -> None:
 
 
 def test_what_attackers_know_can_be_given_to_another_process(tmp_path: Path) -> None:
-    victim = Victim({"own": ("127.0.0.1", 1), "unix": "/dev/shm/x"}, "token", None, 2**28)
+    victim = Victim({"tcp": ("127.0.0.1", 1), "unix": "/dev/shm/x"}, "token", None, 2**28)
     victim.save(tmp_path / "victim")
     assert Victim.load(tmp_path / "victim") == victim
 
@@ -39,7 +39,7 @@ def report(*turns: Outcome, name: str = "x", commit: str = "c") -> Report:
     machine = {"cpu": "a CPU", "threads": 2, "python": "3", "commit": commit}
     attack = figures(list(turns), QUIET) | {"description": "Stranger: something", "commit": commit}
     return Report(
-        machine, len(turns), {"with limits": {"own": {"p99_s": 0.001}}}, [figures(QUIET, QUIET)], {name: attack}
+        machine, len(turns), {"with limits": {"tcp": {"p99_s": 0.001}}}, [figures(QUIET, QUIET)], {name: attack}
     )
 
 
@@ -47,10 +47,10 @@ def report(*turns: Outcome, name: str = "x", commit: str = "c") -> Report:
     ("measured", "missed"),
     [
         (report(turn(0.019)), None),
-        (report(turn(0.03)), "x, own: p99 30 ms, 30.0 x quiet"),
+        (report(turn(0.03)), "x, tcp: p99 30 ms, 30.0 x quiet"),
         (report(turn(0.001), turn(0.001), turn(0.03)), None),
-        (report(turn(0.001), turn(0.03), turn(0.03)), "x, own: p99 30 ms, 30.0 x quiet"),
-        (report(turn(0.001), turn(0.001, errors=("it failed",))), "x, own: 1 errors: it failed"),
+        (report(turn(0.001), turn(0.03), turn(0.03)), "x, tcp: p99 30 ms, 30.0 x quiet"),
+        (report(turn(0.001), turn(0.001, errors=("it failed",))), "x, tcp: 1 errors: it failed"),
         (report(turn(0.001, grown_bytes=BOUND_BYTES + 1), turn(0.001)), "x: memory grew by"),
     ],
     ids=["within", "slow", "slow once", "slow twice", "failed", "memory"],
@@ -63,7 +63,7 @@ def test_the_verdict_names_each_target_that_is_missed(measured: Report, missed: 
 
 def test_what_lasts_is_told_from_what_varies_without_an_attack() -> None:
     lasting = report(turn(0.001, 0.002))
-    assert "and every control in 1 of 1 figures: x (own 2.0)" in "\n".join(verdict(lasting))
+    assert "and every control in 1 of 1 figures: x (tcp 2.0)" in "\n".join(verdict(lasting))
     varying = replace(lasting, controls=[figures([turn(0.001, 0.003)], QUIET)])
     assert "and every control in 0 of 1 figures: none" in "\n".join(verdict(varying))
 
