@@ -122,7 +122,7 @@ def test_checkpoints_free_their_inputs_and_are_not_sent_for_long(layer: bngrad.t
         assert torch.equal(found, expected[seed])
     for _ in range(2):  # more were not used than were
         with_checkpoint(tensor())
-    assert layer._inputs.send(layer.client, tensor()) is None
+    assert layer._inputs.send(layer.client, tensor(), is_training=True) is None
 
 
 def test_a_measured_layer_sends_what_the_client_will_compute(layer: bngrad.torch.BatchNorm2d) -> None:
@@ -144,7 +144,7 @@ def test_a_layer_sends_until_more_inputs_were_unused_than_used(layer: bngrad.tor
 
     def is_sent_and_unused() -> bool:
         x = tensor()
-        sent = layer._inputs.send(layer.client, x)
+        sent = layer._inputs.send(layer.client, x, is_training=True)
         del x
         return sent is not None
 
@@ -156,7 +156,7 @@ def test_a_layer_that_stops_sending_stops_no_other(layer: bngrad.torch.BatchNorm
     stock = torch.nn.Sequential(*map(torch.nn.BatchNorm2d, (SHAPE[1], SHAPE[1])))
     first, second = bngrad.torch.convert_batchnorm(stock, layer.client)
     assert isinstance(first, bngrad.torch.BatchNorm2d)
-    first._inputs.count(was_used=False)
+    first._inputs.count(is_training=True, was_used=False)
     assert first(tensor()).grad_fn.sent is None
     assert second(tensor()).grad_fn.sent is not None
 
@@ -165,8 +165,19 @@ def test_a_layer_stops_sending_however_long_its_inputs_were_used(layer: bngrad.t
     inputs = Inputs()
     for was_used, times in ((True, 10**5), (False, 1001)):
         for _ in range(times):
-            inputs.count(was_used=was_used)
-    assert inputs.send(layer.client, tensor()) is None
+            inputs.count(is_training=True, was_used=was_used)
+    assert inputs.send(layer.client, tensor(), is_training=True) is None
+
+
+def test_an_evaluation_without_backward_passes_stops_sending_and_training_goes_on(
+    layer: bngrad.torch.BatchNorm2d,
+) -> None:
+    for _ in range(3):
+        gradient(layer, tensor())
+    layer.eval()
+    assert [layer(tensor()).grad_fn.sent is not None for _ in range(3)] == [True, False, False]
+    layer.train()
+    assert layer(tensor()).grad_fn.sent is not None
 
 
 def test_a_second_backward_pass_through_the_graph_has_the_same_gradient(layer: bngrad.torch.BatchNorm2d) -> None:
@@ -196,7 +207,7 @@ def test_a_tensor_that_a_hook_has_saved_in_place_of_the_input_is_used_as_it_is(
         wait_for_ahead(http, sent)
         found.append(torch.autograd.grad(loss, x)[0])
         wait_for_ahead(http, 0)
-        layer._inputs._balance = -1  # it is not sent again
+        layer._inputs._balances[True] = -1  # it is not sent again
     assert torch.equal(*found)
 
 

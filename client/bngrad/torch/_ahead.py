@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,40 +31,44 @@ _LARGEST_BALANCE = 1000
 class Inputs:
     """The inputs of one layer, which are sent ahead as long as most backward passes use what was sent.
 
-    With ``torch.utils.checkpoint`` they do not: it computes the input again, and gives them another tensor.
+    With ``torch.utils.checkpoint`` they do not: it computes the input again, and gives them another tensor. Those of
+    training and of evaluation are counted apart: an evaluation without ``torch.no_grad`` has no backward pass.
     """
 
     def __init__(self) -> None:
-        self._balance = 0  # of those that were used, and those that were not
+        # Of those that were used, and those that were not, by whether the layer was training.
+        self._balances = {True: 0, False: 0}
 
-    def send(self, client: Client | None, x: Tensor) -> SentInput | None:
+    def send(self, client: Client | None, x: Tensor, *, is_training: bool) -> SentInput | None:
         """Begins to send an input if that pays: to a server on another host, from the CPU's memory, in eager mode.
 
         A tensor of a subclass may have no values here; PyTorch takes it apart in the backward pass.
         """
         is_in_memory = type(x) is Tensor and x.is_cpu
-        if torch.compiler.is_compiling() or client is None or self._balance < 0 or not is_in_memory:
+        if torch.compiler.is_compiling() or client is None or self._balances[is_training] < 0 or not is_in_memory:
             return None
-        return SentInput(self, client, x) if client._calls.is_remote else None
+        return SentInput(self, client, x, is_training=is_training) if client._calls.is_remote else None
 
-    def count(self, *, was_used: bool) -> None:
+    def count(self, *, is_training: bool, was_used: bool) -> None:
         """Counts an input that was sent."""
-        self._balance = min(self._balance + (1 if was_used else -1), _LARGEST_BALANCE)
+        balance = self._balances[is_training] + (1 if was_used else -1)
+        self._balances[is_training] = min(balance, _LARGEST_BALANCE)
 
 
 class SentInput:
     """An input that was sent ahead, for one backward pass; it does not keep the input alive."""
 
-    def __init__(self, inputs: Inputs, client: Client, x: Tensor) -> None:
+    def __init__(self, inputs: Inputs, client: Client, x: Tensor, *, is_training: bool) -> None:
         """Begins to send."""
         tensor = client.send_ahead(*_layout.for_client((x,), channels_last=_layout.has_channels_last(x)))
         release(tensor)
+        count = partial(inputs.count, is_training=is_training)
 
         def on_end(_: object) -> None:
             tensor.close()
-            inputs.count(was_used=False)
+            count(was_used=False)
 
-        self._inputs = inputs
+        self._count = count
         self._tensor = tensor
         self._x: weakref.ref[Tensor] | None = weakref.ref(x, on_end)
 
@@ -73,7 +78,7 @@ class SentInput:
         is_same = self._x is not None and self._x() is x
         if is_same:
             self._x = None
-            self._inputs.count(was_used=True)
+            self._count(was_used=True)
         _current.tensor = self._tensor if is_same else None
         try:
             yield

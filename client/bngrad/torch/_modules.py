@@ -130,9 +130,10 @@ class _ClientBatchNorm(_BatchNorm):
         placement = None if is_compiling else self._placement
         client = self._client.client if placement is None or placement.next_by_client() else None
         function = Function if is_compiling else EagerFunction
+        sent = self._inputs.send(client, x, is_training=is_training)
         y, _, _ = function.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, running_mean, running_var,
-            is_training, factor, self.eps, self._client.name, self._inputs.send(client, x), placement,
+            is_training, factor, self.eps, self._client.name, sent, placement,
         )  # fmt: skip
         result: Tensor = y
         return result
