@@ -72,6 +72,7 @@ class Lane(Carrier):
         self._delivered_nbytes = self._consumed_nbytes = 0
         self._acknowledged_nbytes = 0  # of what `read_data_into` has just read
         self._is_large = False
+        self._has_news = False  # that its owner has to handle
         self._data = memoryview(b"")
         self._events: deque[Callable[[Stream], None]] = deque()
         self._changed = threading.Condition()
@@ -96,6 +97,7 @@ class Lane(Carrier):
         """Delivers DATA; for the event loop's thread, as all methods up to `handle_deliveries`, which must follow."""
         self._delivered_nbytes += len(data)
         self._events.append(partial(self._receive, data, end))
+        self._has_news = True
         self._close_target()
 
     def take_whole(self, data: memoryview) -> None:
@@ -110,12 +112,14 @@ class Lane(Carrier):
         if (stream := self.stream) is not None:
             stream.failure = stream.failure or error
             self._events.append(self._end_by_reset)
+            self._has_news = True
             self._close_target()
 
     def handle_deliveries(self) -> None:
-        """Has the owner handle what was delivered; for the event loop's thread."""
-        if self.target is not None:
+        """Has the owner handle what was delivered since the last time; for the event loop's thread."""
+        if self.target is not None or not self._has_news:
             return
+        self._has_news = False
         if self.is_lent:
             self.wake()
         elif self.io.broken is None:
@@ -140,6 +144,7 @@ class Lane(Carrier):
         target, self.target = self.target, None
         if target is not None:
             target.close()
+            self._has_news = True
             if self._whole:
                 self._take_expected(target.filled)
 

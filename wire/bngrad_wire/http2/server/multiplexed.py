@@ -23,6 +23,8 @@ _CALLS = 100
 """How many calls a client may make at a time; it is told so."""
 _MAX_STREAMS = 2 * _CALLS
 """How many there may be with those that have ended for the client, and not been forgotten here yet."""
+_CALLS_PER_TURN = 8
+"""How many calls may begin before others get their turn."""
 _MAX_UNREAD_NBYTES = MAX_ENLARGED * LARGE_WINDOW_NBYTES
 """How much all calls together may have unread above what each one may; beyond, nothing is received.
 
@@ -135,6 +137,7 @@ class MultiplexedConnection(DeliveringConnection):
         if was_given_up:
             self.withdraw(stream_id)
         stream = self._streams.pop(stream_id, None)
+        self._queue.window_opened(stream_id)  # of its own, it needs none now
         self._enlarged.discard(stream_id)
         if stream is None:
             return
@@ -242,7 +245,7 @@ class MultiplexedConnection(DeliveringConnection):
             super().handle_buffered_frames()
             return
         left = FRAMES_PER_TURN if self.is_reading else 0
-        while left > 0:
+        while left > 0 and len(self._begun) < _CALLS_PER_TURN:
             self._deliver_data()
             if self.data_left or not self._is_next_ready():
                 return

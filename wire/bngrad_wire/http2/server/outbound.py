@@ -134,7 +134,7 @@ class Part(NamedTuple):
 
 
 class OutboundQueue:
-    """What was not sent yet; the streams take turns.
+    """What was not sent yet; the streams take turns. One that waits for a window has none until `window_opened`.
 
     Attributes:
         data_nbytes: How much DATA there is.
@@ -143,7 +143,8 @@ class OutboundQueue:
 
     def __init__(self) -> None:
         self.data_nbytes = self.kept_nbytes = 0
-        self._batches: dict[int, deque[Batch]] = {}  # the stream whose turn is next comes first
+        self._batches: dict[int, deque[Batch]] = {}
+        self._turns: dict[int, None] = {}  # the stream whose turn is next comes first
 
     def __len__(self) -> int:
         """How many streams have something to send."""
@@ -155,11 +156,15 @@ class OutboundQueue:
 
     def add(self, batch: Batch) -> None:
         """Adds frames of a stream after those that it has."""
-        self._batches.setdefault(batch.stream_id, deque()).append(batch)
+        if batch.stream_id not in self._batches:
+            self._batches[batch.stream_id] = deque()
+            self._turns[batch.stream_id] = None
+        self._batches[batch.stream_id].append(batch)
         self._count(batch, batch.nbytes, batch.data_nbytes)
 
     def withdraw(self, stream_id: int) -> None:
         """Drops what there is of a stream: its pieces are then no longer needed."""
+        self._turns.pop(stream_id, None)
         for batch in self._batches.pop(stream_id, ()):
             self._count(batch, -batch.nbytes, -batch.data_nbytes)
             batch.drop()
@@ -167,15 +172,23 @@ class OutboundQueue:
     def clear(self) -> None:
         """Forgets everything."""
         self._batches.clear()
+        self._turns.clear()
 
-    def next_turn(self) -> int:
-        """Returns the stream whose turn it is; it has the next one after all others."""
-        stream_id = next(iter(self._batches))
-        self._batches[stream_id] = self._batches.pop(stream_id)
+    def next_turn(self) -> int | None:
+        """Returns the stream whose turn it is, and which has the next one after all others; None if all wait."""
+        stream_id = next(iter(self._turns), None)
+        if stream_id is not None:
+            self._turns[stream_id] = self._turns.pop(stream_id)
         return stream_id
 
+    def window_opened(self, stream_id: int) -> None:
+        """Gives a stream turns again, as it may send more; all streams for 0, which stands for the connection."""
+        for waiting in [stream_id] if stream_id else self._batches:
+            if waiting in self._batches:
+                self._turns.setdefault(waiting)
+
     def take(self, stream_id: int, room: int, max_frame_size: int) -> Part | None:
-        """Removes and returns what comes next of a stream, with at most so much DATA; None if it has to wait for room.
+        """Removes and returns what comes next of a stream, with at most so much DATA; None if it waits now.
 
         That is a frame, or as much of its DATA as there is room for, in frames that are not too large.
         """
@@ -185,6 +198,7 @@ class OutboundQueue:
         data_nbytes = frame.data_nbytes or 0
         if data_nbytes and data_nbytes > min(room, max_frame_size):
             if room <= 0:
+                self._turns.pop(stream_id, None)
                 return None
             nbytes = min(room, data_nbytes - 1)
             if nbytes > max_frame_size:
@@ -197,6 +211,7 @@ class OutboundQueue:
             batches.popleft()
             if not batches:
                 del self._batches[stream_id]
+                self._turns.pop(stream_id, None)
         return Part(batch, frame.pieces, data_nbytes, frame.ends_stream, is_last=not batch.frames)
 
     def _remove(self, batch: Batch, nbytes: int, data_nbytes: int) -> None:

@@ -164,12 +164,9 @@ class RelayingConnection(ServerConnection):
         if self._cut_frame:
             return [self._cut_frame]
         pieces, self.outbound = self.outbound, []
-        nbytes, queue = 0, self._queue
-        waiting = 0  # how many streams in a row had to wait for a window
-        while waiting < len(queue) and nbytes < _SENT_NBYTES:
-            stream_id = queue.next_turn()
+        nbytes = 0
+        while nbytes < _SENT_NBYTES and (stream_id := self._queue.next_turn()) is not None:
             part = self._next_part(stream_id, self._streams.get(stream_id))
-            waiting = waiting + 1 if part is None else 0
             if part is not None:
                 pieces += part.pieces
                 nbytes += part.data_nbytes
@@ -200,6 +197,7 @@ class RelayingConnection(ServerConnection):
 
     def _handle_window_update(self, stream_id: int, increment: int) -> None:
         super()._handle_window_update(stream_id, increment)
+        self._queue.window_opened(stream_id)
         for stream in [self._streams.get(stream_id)] if stream_id else list(self._streams.values()):
             self._window_opened(stream)
 
@@ -210,6 +208,7 @@ class RelayingConnection(ServerConnection):
     def _set_initial_send_window(self, value: int) -> None:
         change = value - self.initial_send_window
         super()._set_initial_send_window(value)
+        self._queue.window_opened(0)
         for stream in list(self._streams.values()):
             stream.send_window += change
             if stream.send_window > frames.MAX_WINDOW:

@@ -72,13 +72,16 @@ def test_each_stream_gets_its_frames_whole_and_in_order(
     for room in itertools.cycle(rooms):
         if not len(queue):
             break
-        stream_id = queue.next_turn()
-        part = queue.take(stream_id, room, max_frame_size)
+        if (turn := queue.next_turn()) is None:
+            queue.window_opened(0)
+            turn = queue.next_turn()
+        assert turn is not None
+        part = queue.take(turn, room, max_frame_size)
         if part is not None:
             assert part.data_nbytes <= room
-            assert part.batch.stream_id == stream_id
+            assert part.batch.stream_id == turn
             part.was_sent()
-            sent[stream_id] += part.pieces
+            sent[turn] += part.pieces
     assert {stream_id: content_of(pieces, max_frame_size) for stream_id, pieces in sent.items()} == {
         stream_id: content_of(pieces) for stream_id, pieces in given_pieces.items()
     }
@@ -131,10 +134,30 @@ def test_streams_take_turns() -> None:
         queue.add(Batch(data(100, stream_id, is_joined=False), lambda *_: None))
     turns = []
     for _ in range(6):
-        turns.append(queue.next_turn())
-        assert isinstance(queue.take(turns[-1], 50, frames.MIN_FRAME_SIZE), Part)
+        turn = queue.next_turn()
+        assert turn is not None
+        assert isinstance(queue.take(turn, 50, frames.MIN_FRAME_SIZE), Part)
+        turns.append(turn)
     assert turns == [1, 3, 5, 1, 3, 5]
     assert not len(queue)
+
+
+@pytest.mark.parametrize("opened", [3, 0])
+def test_a_stream_that_waits_for_a_window_has_no_turn_until_it_opens(opened: int) -> None:
+    queue = OutboundQueue()
+    for stream_id in (1, 3):
+        queue.add(Batch(data(100, stream_id, is_joined=False), lambda *_: None))
+    assert queue.next_turn() == 1
+    assert queue.next_turn() == 3
+    assert queue.take(3, 0, frames.MIN_FRAME_SIZE) is None
+    queue.add(Batch(data(100, 3, is_joined=False), lambda *_: None))  # comes after what waits
+    assert [queue.next_turn(), queue.next_turn()] == [1, 1]
+    queue.window_opened(opened)
+    queue.window_opened(5)  # has nothing to send
+    assert {queue.next_turn(), queue.next_turn()} == {1, 3}
+    queue.withdraw(1)
+    queue.withdraw(3)
+    assert queue.next_turn() is None
 
 
 def test_what_is_withdrawn_is_not_sent_and_nothing_waits_for_it() -> None:
