@@ -60,7 +60,7 @@ def _counters(status: Status) -> Iterator[Metric]:
     yield requests
     text = "Calls that ended, by gRPC status code, before they became requests."
     yield _counter("bngrad_refused_calls", text, status["refused_calls"], "code")
-    text = "Connections to the server's own endpoint that were closed on their clients."
+    text = "Connections that the server closed on their clients."
     yield _counter("bngrad_refused_connections", text, status["refused_connections"], "reason")
     text = "Bytes of the tensors of the shape of x of answered requests, in and out."
     yield _counter("bngrad_tensor_bytes", text, status["tensor_bytes"], "transport")

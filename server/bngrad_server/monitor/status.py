@@ -13,6 +13,7 @@ def engine_status(engine: Engine) -> dict[str, Any]:
     batcher, arena, regions = engine.batcher, engine.arena, engine.regions
     counts, (jobs, jobs_nbytes), unread = batcher.counts, batcher.waiting(), engine.load.unread_connections
     ahead = engine.sent_ahead.tensors
+    devices = zip(engine.pool.status(), engine.pool.resident_bytes(), strict=True)
     return {
         **engine.observer.metrics.status(),
         "in_flight": engine.admission.admitted + unread,
@@ -30,7 +31,9 @@ def engine_status(engine: Engine) -> dict[str, Any]:
         "regions": {"count": len(regions), "bytes": regions.nbytes, "kept": regions.kept_nbytes},
         "front_busy_s": counts.front_busy_s,
         "event_loop_busy_s": engine.load.event_loop_busy_s,
-        "devices": [{**asdict(device), "state": device.state.value} for device in engine.pool.status()],
+        "devices": [
+            {**asdict(device), "state": device.state.value, "resident_bytes": nbytes} for device, nbytes in devices
+        ],
         "compiling": list(engine.pool.compiling),
         "failures": engine.observer.recent_failures(),
         "failures_left_out": engine.observer.failures_left_out,

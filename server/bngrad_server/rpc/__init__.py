@@ -1,1 +1,1 @@
-"""How gRPC calls arrive and are answered: two ports, one servicer."""
+"""How gRPC calls arrive and are answered: one port, one servicer."""

@@ -1,6 +1,7 @@
 """Calls that are no op: health checks, reflection, ServerInfo.
 
-Each has a thread, so none may last: a reflection ends when its client pauses.
+The event loop answers those of one message that has arrived. Each other one has a thread, so none may last: a
+reflection ends when its client pauses.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ OtherCalls = Mapping[str, Callable[[bytes], bytes]]
 """What answers a message with a message, by the paths of the calls."""
 REFLECTION_PATH = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 """The one of them that is no unary call."""
+CHECK_PATH = f"/{grpc_health.SERVICE_NAME}/Check"
 WATCH_PATH = f"/{grpc_health.SERVICE_NAME}/Watch"
 """What `bngrad_server.rpc.http2.watches` answers."""
 REFLECTED = (SERVICE.full_name, grpc_health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -30,7 +32,7 @@ def other_calls(servicer: Servicer, health: Health, *, has_reflection: bool) -> 
     reflected = {REFLECTION_PATH: _reflect} if has_reflection else {}
     return {
         SERVER_INFO_PATH: lambda _: servicer.info.response(),
-        f"/{grpc_health.SERVICE_NAME}/Check": lambda message: _check(health, message),
+        CHECK_PATH: lambda message: _check(health, message),
         **reflected,
     }
 

@@ -91,6 +91,10 @@ class WorkerPool:
         """The devices as they are now."""
         return [supervisor.status() for supervisor in self._supervisors]
 
+    def resident_bytes(self) -> list[int]:
+        """How much memory the worker of each device has in use, shared memory included."""
+        return [supervisor.resident_bytes() for supervisor in self._supervisors]
+
     def map(self, region: Region) -> None:
         """Has every worker map a region, also those that are started later."""
         for supervisor in self._supervisors:

@@ -46,7 +46,6 @@ class DeviceStatus:
         state: What its worker is doing.
         restarts: How often its worker was started again.
         busy_s: For how long its workers have computed, in seconds.
-        resident_bytes: The memory that its worker has in use, shared memory included.
     """
 
     name: str
@@ -56,7 +55,6 @@ class DeviceStatus:
     state: WorkerState
     restarts: int
     busy_s: float
-    resident_bytes: int
 
 
 class Supervisor:
@@ -128,14 +126,17 @@ class Supervisor:
         return self._ready_since is not None
 
     def status(self) -> DeviceStatus:
-        """The state of the device and its worker; asks the system, so not for each request."""
+        """The state of the device and its worker."""
         state = WorkerState.READY if self.is_ready else WorkerState.STARTING
         worker = self._worker
-        busy_s, resident_bytes = (0.0, 0) if worker is None else (worker.busy_s, worker.resident_bytes)
+        busy_s = self._busy_before_s + (0.0 if worker is None else worker.busy_s)
         memory = self._memory_bytes, self._memory_used_bytes
-        return DeviceStatus(
-            self.name, self._description, *memory, state, self._restarts, busy_s + self._busy_before_s, resident_bytes
-        )
+        return DeviceStatus(self.name, self._description, *memory, state, self._restarts, busy_s)
+
+    def resident_bytes(self) -> int:
+        """Asks the system how much memory the worker has in use, shared memory included; 0 if there is none."""
+        worker = self._worker
+        return 0 if worker is None else worker.resident_bytes
 
     def map(self, region: Region) -> None:
         """Has the worker map a region, and those that are started later."""

@@ -6,12 +6,15 @@ import time
 from collections.abc import Iterator
 
 from bngrad_server.rpc.http2.connection import Connection, Lane
-from bngrad_server.rpc.other_calls import WATCH_PATH
-from bngrad_server.rpc.servicer import EXCHANGE_PATH, UNARY_OPS
+from bngrad_server.rpc.other_calls import CHECK_PATH, WATCH_PATH
+from bngrad_server.rpc.servicer import EXCHANGE_PATH, SERVER_INFO_PATH, UNARY_OPS
 from bngrad_wire import http2
 
-_REST_TIMEOUT_S = 0.01
-"""How long the rest of an op is awaited at least. One that arrives whole needs no thread."""
+_UNARY_PATHS = frozenset({*UNARY_OPS, SERVER_INFO_PATH, CHECK_PATH})
+_UNARY_REST_S = 0.1
+"""How long the rest of a unary call is awaited at least. One that arrives whole needs no thread."""
+_EXCHANGE_REST_S = 0.01
+"""The same for an exchange, whose client may wait for an answer before it ends the call."""
 _LARGE_REST_S = 1.0
 """How much longer it is awaited once memory for all of it was taken: beside other calls it takes its time."""
 _WATCH_TIMEOUT_S = 60.0
@@ -52,5 +55,7 @@ class ArrivingCalls:
 def _patience_s(path: str) -> float:
     if path == WATCH_PATH:
         return _WATCH_TIMEOUT_S
+    if path in _UNARY_PATHS:
+        return _UNARY_REST_S
     # Clients of other calls may send a message, and wait for the answer before they send more.
-    return _REST_TIMEOUT_S if path in UNARY_OPS or path == EXCHANGE_PATH else 0.0
+    return _EXCHANGE_REST_S if path == EXCHANGE_PATH else 0.0

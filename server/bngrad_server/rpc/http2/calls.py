@@ -18,9 +18,10 @@ from bngrad_server.rpc.health import Health
 from bngrad_server.rpc.http2.arriving import ArrivingCalls
 from bngrad_server.rpc.http2.connection import Caller, Connection, InlineCall, Lane, connection_of
 from bngrad_server.rpc.http2.connections import Http2Connections
-from bngrad_server.rpc.http2.handlers import Http2Handler, is_sdk
+from bngrad_server.rpc.http2.handlers import Http2Handler, deadline_of, is_op, is_sdk
 from bngrad_server.rpc.http2.inline_calls import InlineCalls
 from bngrad_server.rpc.http2.limits.futile_calls import FutileCalls, is_before
+from bngrad_server.rpc.http2.limits.waste import OTHER_WEIGHT
 from bngrad_server.rpc.http2.receiving import ReceivingCalls
 from bngrad_server.rpc.http2.watches import HealthWatches
 from bngrad_server.rpc.other_calls import WATCH_PATH
@@ -153,16 +154,15 @@ class Http2Calls:
                 self._add_lane(connection, carrier, call)
             for stream_id in failed:
                 self._check_lane(connection.lanes[stream_id])
-            was_useful = self._begin_arrived(connection) or http.was_useful
+            weight = self._begin_arrived(connection)
         except Exception as error:
             self.connections.fail(connection, error)
             return
         finally:
             http.is_corked = False
-        if is_reading and was_useful:
-            connection.waste.reset(began)
-        elif is_reading:
-            self.connections.count_waste(connection, began)
+        if is_reading:
+            was_useful = http.was_useful and weight == 1  # small answers are no DATA to speak of
+            self.connections.count_waste(connection, began, 0.0 if was_useful else weight)
         self.connections.settle(connection)
 
     def _check_lane(self, lane: Lane) -> None:
@@ -170,14 +170,12 @@ class Http2Calls:
         call = lane.lane.stream
         if not isinstance(call, http2.ServerCall):
             return
-        if lane.inline_call is not None:
-            rpc = lane.inline_call.rpc
-            self._inline_calls.abandon(lane, lane.inline_call)
-            self._count_cancelled(lane.connection, rpc)
-        elif self.connections.is_lent(lane):
+        if self.connections.is_lent(lane):
             return  # its thread sees it
+        deadline = deadline_of(call) if lane.inline_call is None else lane.inline_call.rpc.deadline
         self._end_call(lane)
         call.end()
+        self._count_cancelled(lane.connection, deadline)
         self.connections.await_call(lane)
 
     def _add_lane(
@@ -186,40 +184,39 @@ class Http2Calls:
         carrier.io.waits = round(_STALL_TIMEOUT_S / _WAIT_S)
         self._arriving.add(self.connections.begin_lane(connection, carrier, call, rpc), call)
 
-    def _begin_arrived(self, connection: Connection) -> bool:
-        """Begins the calls of a connection with several that have arrived; returns whether any was not refused."""
-        was_useful = False
+    def _begin_arrived(self, connection: Connection) -> float:
+        """Begins the calls of a connection with several that have arrived; returns how much of the time was wasted."""
+        weight = 1.0
         for lane in self._arriving.ready(connection):
             call = lane.lane.stream
             if isinstance(call, http2.ServerCall):
-                was_useful |= self._begin(lane, call, lane.rpc) or lane.stream_id in connection.lanes
+                if self._begin(lane, call, lane.rpc) or lane.stream_id in connection.lanes:
+                    weight = min(weight, _weight_of(call))
             else:  # it was refused at once
                 self.connections.await_call(lane)
-        return was_useful
+        return weight
 
     def _on_call(
         self, connection: Connection, call: http2.ServerCall, began: float, rpc: RpcContext | None = None
     ) -> None:
-        """Begins a call; counts the time since ``began`` as wasted if it was refused."""
+        """Begins a call; counts the time since ``began`` as wasted if it was refused, and some of it if it is no op."""
         idle = self.connections.idle
         del idle[connection]
         self.connections.readers.amid_frame.pop(connection, None)
-        if self._begin(connection, call, rpc) or connection not in idle:
-            connection.waste.reset(began)
-        else:
-            self.connections.count_waste(connection, began)
+        was_refused = not self._begin(connection, call, rpc) and connection in idle
+        self.connections.count_waste(connection, began, 1.0 if was_refused else _weight_of(call))
 
     def _on_readable_amid_call(self, connection: Connection, inline: InlineCall) -> None:
         if inline.call.failure is not None:
             self._inline_calls.abandon(connection, inline)
             inline.call.end()
-            self._count_cancelled(connection, inline.rpc)
+            self._count_cancelled(connection, inline.rpc.deadline)
             self.connections.await_call(connection)
         else:
             self.connections.after_frames(connection)
 
-    def _count_cancelled(self, connection: Connection, rpc: RpcContext) -> None:
-        if is_before(rpc.deadline):
+    def _count_cancelled(self, connection: Connection, deadline: float | None) -> None:
+        if is_before(deadline):
             self._futile.cancelled(connection.client)
             if self._futile.are_too_many(connection.client):
                 self.connections.penalise(connection)
@@ -243,6 +240,7 @@ class Http2Calls:
         """
         if call.failure is not None:  # reset at once
             call.end()
+            self._count_cancelled(connection_of(caller), deadline_of(call))
             self.connections.await_call(caller)
             return False
         try:
@@ -343,3 +341,8 @@ class Http2Calls:
             self._inline_calls.abandon(caller, caller.inline_call)
         if self._receiving.discard(caller):
             self._event_loop.call_soon(self._receive_waiting)
+
+
+def _weight_of(call: http2.ServerCall) -> float:
+    """How much of the time for a good call counts as wasted."""
+    return 0.0 if is_op(call) else OTHER_WEIGHT

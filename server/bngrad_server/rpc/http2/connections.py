@@ -211,9 +211,11 @@ class Http2Connections:
         if http.outbound:
             self._lend_to_flush(connection)
 
-    def count_waste(self, connection: Connection, began: float) -> None:
-        """Counts the time since ``began``, in which a connection did nothing useful; pauses it if that is too much."""
-        if connection.waste.count(began) and connection in self._all:
+    def count_waste(self, connection: Connection, began: float, weight: float = 1.0) -> None:
+        """Counts the time since ``began``, or a part of it, as wasted; pauses a connection that wastes too much."""
+        if weight == 0:
+            connection.waste.reset(began)
+        elif connection.waste.count(began, weight) and connection in self._all:
             self.readers.pause(connection)
 
     def penalise(self, connection: Connection) -> None:

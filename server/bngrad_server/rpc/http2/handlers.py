@@ -85,7 +85,7 @@ class Http2Handler:
             UnauthenticatedError: The call has no valid token.
             RpcError: Its method is not served here.
         """
-        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
+        deadline = deadline_of(call)
         authenticator = self._servicer.authenticator
         check: Callable[[], object] = no_check
         client = self._client
@@ -126,6 +126,8 @@ class Http2Handler:
         Raises:
             Exception: See `bngrad_server.rpc.servicer.Servicer.answer_at_once`.
         """
+        if call.path in self._others:
+            return self._answer_other_at_once(call, received[0])
         responses = self._servicer.answer_at_once(call.path, received, rpc, call.send_room, in_event_loop=True)
         if responses is None:
             return False
@@ -192,6 +194,15 @@ class Http2Handler:
         self.saw_malformed = isinstance(error, DecodeError)
         refuse(call, error)
 
+    def _answer_other_at_once(self, call: http2.ServerCall, message: Buffer) -> bool:
+        if call.path == REFLECTION_PATH or len(message) > _OTHER_NBYTES:
+            return False
+        response = self._others[call.path](bytes(message))
+        if not call.has_window_for([len(response)]):
+            return False
+        call.answer([response])
+        return True
+
     def _answer_other(self, call: http2.ServerCall, rpc: RpcContext) -> None:
         """Answers the message of a call that is no op, or each message of a reflection until the client pauses."""
         answer, is_unary = self._others[call.path], call.path != REFLECTION_PATH
@@ -254,9 +265,19 @@ def _chunk_nbytes(call: http2.ServerCall) -> int:
     return _SDK_CHUNK_NBYTES if is_sdk(call) else _CHUNK_NBYTES
 
 
+def is_op(call: http2.ServerCall) -> bool:
+    """Whether a call computes an op, or sends a tensor for one."""
+    return call.path in _PATHS
+
+
 def is_sdk(call: http2.ServerCall) -> bool:
     """Whether a call comes from our own client, which makes one at a time on a connection."""
     return call.metadata.get("user-agent") == "bngrad"
+
+
+def deadline_of(call: http2.ServerCall) -> float | None:
+    """The deadline of a call that begins now, by the monotonic clock."""
+    return None if call.timeout_s is None else time.monotonic() + call.timeout_s
 
 
 def abort(sock: socket.socket) -> None:

@@ -28,6 +28,7 @@ class Readers:
         """Reads from none yet; for the arguments see `bngrad_server.rpc.http2.connections.Http2Connections`."""
         self.paused: Paused[Connection] = Paused()
         self.amid_frame: dict[Connection, float] = {}
+        self._read_soon: set[Connection] = set()
         self._event_loop = event_loop
         self._on_readable = on_readable
         self._has_long_calls = has_long_calls
@@ -70,8 +71,12 @@ class Readers:
 
     def _add(self, connection: Connection) -> None:
         if not connection.is_watched:
-            self._event_loop.add_reader(connection.fd, partial(self._on_readable, connection))
+            self._event_loop.add_reader(connection.fd, partial(self._on_event, connection))
             connection.is_watched = True
+
+    def _on_event(self, connection: Connection) -> None:
+        if connection not in self._read_soon:  # else it has its turn in this round, like all others
+            self._on_readable(connection)
 
     def unwatch(self, connection: Connection) -> None:
         """Reads no longer from a connection: what its client sends waits in the kernel."""
@@ -80,8 +85,14 @@ class Readers:
             self._event_loop.remove_reader(connection.fd)
 
     def read_soon(self, connection: Connection) -> None:
-        """Reads from a connection once others had their turn."""
-        self._event_loop.call_soon(partial(self._on_readable, connection))
+        """Reads from a connection, once, when others had their turn."""
+        if connection not in self._read_soon:
+            self._read_soon.add(connection)
+            self._event_loop.call_soon(partial(self._read_now, connection))
+
+    def _read_now(self, connection: Connection) -> None:
+        self._read_soon.discard(connection)
+        self._on_readable(connection)
 
     def note_partial_frame(self, connection: Connection) -> None:
         """Notes whether a connection has sent a part of a frame; to be called when no input is pending."""

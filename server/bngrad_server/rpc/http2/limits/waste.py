@@ -15,6 +15,8 @@ _ALLOWANCE_S = 1e-3
 """How long a connection may keep the event loop busy after its last good call, before it is paused."""
 _ALLOWED_SHARE = 1e-4
 """What that grows by, for keepalive and the like."""
+OTHER_WEIGHT = 0.1
+"""The part of the time for a good call that is no op which counts as wasted: a flood of them is paused, too."""
 _DISCARDABLE_NBYTES = 2**28
 """How much of an upload that was refused is read, and discarded, without counting as wasted time."""
 _LEAST_NBYTES = 1024
@@ -48,15 +50,15 @@ class Waste:
         self._discardable_nbytes = _DISCARDABLE_NBYTES
         self._frame_budget = self._http.frame_budget
 
-    def count(self, began: float) -> bool:
-        """Counts the time since ``began``, in which nothing useful was done, and returns whether it was too much."""
+    def count(self, began: float, weight: float = 1.0) -> bool:
+        """Counts the time since ``began``, or a part of it, as wasted, and returns whether that is too much."""
         has_only_discarded = self._http.frame_budget >= self._frame_budget and self._discardable_nbytes > 0
         self._discardable_nbytes -= max(self._http.io.moved - self._moved, _LEAST_NBYTES)
         self.begin_reading()
-        if has_only_discarded:
+        if has_only_discarded and weight == 1:  # not what was answered
             return False
         now = time.perf_counter()
-        self.last_s = now - began
+        self.last_s = (now - began) * weight
         self.total_s += self.last_s
         return self.total_s > _ALLOWANCE_S + _ALLOWED_SHARE * (now - self._useful_at)
 

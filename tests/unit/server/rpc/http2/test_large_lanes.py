@@ -100,7 +100,7 @@ def upload(client: Raw) -> Upload:
 @pytest.fixture
 def without_threads(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread receives anything, so that only what is received without one is answered."""
-    monkeypatch.setattr(arriving, "_REST_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(arriving, "_UNARY_REST_S", TIMEOUT_S)
     service.port._calls._receiving._shares._free = 0
 
 
