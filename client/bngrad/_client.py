@@ -361,7 +361,7 @@ class Client:
         this. A call sends the rest of a tensor that was not sent in time, and all of one that the server has evicted or
         that was on a server that has ended; it never sends more than without this.
 
-        Tensors go ahead over the server's own HTTP/2 port if they have at least 256 KiB, or are copied into shared
+        Tensors go ahead over the SDK's own HTTP/2 if they have at least 256 KiB, or are copied into shared
         memory. A server's GPU copies them ahead, too, if they have 32 MiB. By grpcio, with ``transport="unary"`` and
         the target ``local:``, the handle only stands for the tensor.
 

@@ -35,7 +35,7 @@ CASES = [Case("v2", "NHWC", shape) for shape in [(2, 9, 9, 7), (16, 65, 65, 9), 
 
 
 class Fleet:
-    """Two servers, one of them with one port alone, and Envoy in front of them.
+    """Two servers, and Envoy in front of them.
 
     Attributes:
         target: Envoy's address.

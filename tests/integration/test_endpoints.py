@@ -21,7 +21,7 @@ class PortMapping:
     """Takes connections on a port of its own, and passes them on to another one, as a gateway does.
 
     Attributes:
-        port: Its own port.
+        port: The port of its own.
         target: The other port.
         connections: Both ends of the connections that it has taken.
     """

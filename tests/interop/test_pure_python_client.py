@@ -1,4 +1,4 @@
-"""A client made with h2, as grpclib's is, mostly at the server's own port, with TLS and without."""
+"""A client made with h2, as grpclib's is, with TLS and without."""
 
 from __future__ import annotations
 

@@ -53,10 +53,15 @@ def losses(model: Any, seed: int | None = None) -> list[float]:
 
 def test_a_converted_model_trains_as_keras_own(counted: CountedClient, policy: str) -> None:
     stock, converted = network(), bngrad.keras.convert(network(), counted)
-    expected, atol = losses(stock), 1e-3
-    if policy in {"float16", "bfloat16"}:  # 1e-3 is about one step of such a loss, and Keras' own may be further off
-        atol = max(atol, *(np.abs(np.subtract(losses(network(), seed), expected)).max() for seed in range(5)))
-    np.testing.assert_allclose(losses(converted), expected, rtol=0, atol=atol)
+    expected = losses(stock)
+
+    def difference(found: list[float]) -> float:
+        return float(np.abs(np.subtract(found, expected)).max())
+
+    ours = difference(losses(converted))
+    if ours > 1e-3:  # about one step of a loss in 16 bits, where Keras' own may be further off
+        assert policy in {"float16", "bfloat16"}
+        assert any(ours <= difference(losses(network(), seed)) for seed in range(5))
     assert len(counted.sizes) == 2 * 3 * 3, "epochs, batches, layers"
     for ours, theirs in zip(converted.get_weights(), stock.get_weights(), strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)

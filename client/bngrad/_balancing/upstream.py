@@ -44,7 +44,7 @@ class Selector(Protocol):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the tensors of calls travel over a network, by the server's own HTTP/2 port."""
+        """Whether the tensors of calls travel over a network, by our own HTTP/2."""
         ...
 
     @property

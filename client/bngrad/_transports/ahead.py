@@ -1,4 +1,4 @@
-"""Sends tensors ahead of the calls that need them to one server, over its own HTTP/2 port."""
+"""Sends tensors ahead of the calls that need them to one server, over our own HTTP/2."""
 
 from __future__ import annotations
 

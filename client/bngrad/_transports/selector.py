@@ -95,7 +95,7 @@ class TransportSelector:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the tensors of calls travel over a network, by the server's own HTTP/2 port, as far as is known."""
+        """Whether the tensors of calls travel over a network, by our own HTTP/2, as far as is known."""
         return self._preference in ("auto", "stream") and self._discovery.is_remote
 
     @property
