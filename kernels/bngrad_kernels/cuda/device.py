@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import importlib.util
 import threading
 import weakref
 from collections.abc import Iterator
@@ -38,8 +36,6 @@ def count() -> int:
     Raises:
         DeviceUnavailableError: There is none; the message says why.
     """
-    if importlib.util.find_spec("cupy") is not None:
-        _check_driver()
     try:
         from cupy.cuda import runtime  # noqa: PLC0415 - optional
     except ImportError as error:
@@ -52,24 +48,12 @@ def count() -> int:
     except runtime.CUDARuntimeError as error:
         cuda = runtime.runtimeGetVersion() // 1000
         needed = f"NVIDIA's driver {_OLDEST_DRIVERS.get(cuda, '')} or newer is needed for CUDA {cuda}"
-        raise _no_driver(error, needed) from error
+        raise DeviceUnavailableError(
+            f"CUDA finds no usable driver or GPU: {error}; {needed}, and in a container --gpus all"
+        ) from error
     if found == 0:
         raise DeviceUnavailableError("CUDA finds no GPU")
     return found
-
-
-def _check_driver() -> None:
-    """Looks for the driver's library, since CuPy takes half a second to be imported and say that there is none."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise _no_driver(error, "NVIDIA's driver is needed") from error
-
-
-def _no_driver(error: Exception, needed: str) -> DeviceUnavailableError:
-    return DeviceUnavailableError(
-        f"CUDA finds no usable driver or GPU: {error}; {needed}, and in a container --gpus all"
-    )
 
 
 class CupyDevice:
