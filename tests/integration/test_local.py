@@ -357,7 +357,14 @@ def test_no_call_with_a_fallback_waits_for_its_timeout(is_killed: bool) -> None:
         bngrad.Client(server.target, timeout=300, fallback="local") as client,
     ):
         expected = case.run(client, inputs)
+
+        def is_frozen() -> bool:
+            """Whether all threads have stopped: each one does when it is its turn, and until then may answer."""
+            threads = Path(f"/proc/{server.process.pid}/task").glob("*/stat")
+            return {each.read_text().rpartition(")")[2].split()[0] for each in threads} == {"T"}
+
         server.process.send_signal(signal.SIGKILL if is_killed else signal.SIGSTOP)
+        wait_until(lambda: is_killed or is_frozen())
         try:
             began = time.monotonic()
             assert_same(case.run(client, inputs), expected)

@@ -87,8 +87,8 @@ class Readers:
     def read_soon(self, connection: Connection) -> None:
         """Reads from a connection, once, when others had their turn."""
         if connection not in self._read_soon:
+            self._event_loop.call_soon(partial(self._read_now, connection))  # first, as there may be no memory for it
             self._read_soon.add(connection)
-            self._event_loop.call_soon(partial(self._read_now, connection))
 
     def _read_now(self, connection: Connection) -> None:
         self._read_soon.discard(connection)
