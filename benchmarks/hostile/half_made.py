@@ -48,12 +48,7 @@ def half_made_messages(victim: Victim) -> None:
     def begin() -> Peer:
         return Peer(victim, said)
 
-    def step(peer: Peer) -> None:
-        peer.poll()
-        if peer.ended:
-            raise ConnectionError("the call has ended")
-
-    with_crowd(_HALF_MADE_CALLS, begin, step, 0.1)
+    with_crowd(_HALF_MADE_CALLS, begin, _check_call, 0.1)
 
 
 def dripping_uploads(victim: Victim) -> None:
@@ -66,9 +61,7 @@ def dripping_uploads(victim: Victim) -> None:
         return Peer(victim, said)
 
     def step(peer: Peer) -> None:
-        peer.poll()
-        if peer.ended:
-            raise ConnectionError("the call has ended")
+        _check_call(peer)
         peer.send(drip)
 
     with_crowd(_UPLOADS, begin, step, _DRIP_S)
@@ -109,6 +102,13 @@ def idle_connections(victim: Victim) -> None:
     """Stranger: 600 connections a door that finish the handshake and the preface, and stop"""
     more_descriptors()
     with_crowd(600, lambda: Peer(victim), Peer.poll, 0.1)
+
+
+def _check_call(peer: Peer) -> None:
+    """Raises OSError if the server has ended the only call of a connection, or the connection."""
+    peer.poll()
+    if peer.ended:
+        raise ConnectionError("the call has ended")
 
 
 def more_descriptors() -> None:

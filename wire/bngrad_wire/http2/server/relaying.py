@@ -208,9 +208,9 @@ class RelayingConnection(ServerConnection):
     def _set_initial_send_window(self, value: int) -> None:
         change = value - self.initial_send_window
         super()._set_initial_send_window(value)
-        self._queue.window_opened(0)
         for stream in list(self._streams.values()):
             stream.send_window += change
             if stream.send_window > frames.MAX_WINDOW:
                 self.connection_error(ErrorCode.FLOW_CONTROL_ERROR, "SETTINGS makes a stream's window too large")
             self._window_opened(stream)
+        self._queue.window_opened(0)
