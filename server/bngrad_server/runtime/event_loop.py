@@ -138,6 +138,11 @@ class EventLoop:
         self._epoll.register(fd, select.EPOLLIN)
         self._readers[fd] = callback
 
+    def await_end(self, fd: int, callback: Callback) -> None:
+        """Does as `add_reader`, but runs the callback only when the other end is closed, whatever is unread."""
+        self._epoll.register(fd, select.EPOLLRDHUP)
+        self._readers[fd] = callback
+
     def expect(self, fd: int, *, readable: bool, writable: bool) -> None:
         """Runs the callback of a descriptor of `add_reader` when it is readable, writable, or either, from now on."""
         self._epoll.modify(fd, select.EPOLLIN * readable | select.EPOLLOUT * writable)

@@ -90,6 +90,7 @@ class Connection(Caller):
         waste: How long it has kept the event loop busy for nothing.
         lanes: Its calls by the numbers of their streams, if it may make several.
         is_watched: Whether the event loop reads from it; then no thread uses it.
+        is_end_watched: Whether the event loop only waits for its end, as it is paused.
         interest: Whether it is watched for input, and for room for output, if it may make several calls.
         is_outdated: Whether it is to be closed after the calls that it has.
     """
@@ -104,7 +105,7 @@ class Connection(Caller):
         self.http = http
         self.waste = Waste(http)
         self.lanes: dict[int, Lane] = {}
-        self.is_watched = False
+        self.is_watched = self.is_end_watched = False
         self.interest = True, False
         self.is_outdated = False
 

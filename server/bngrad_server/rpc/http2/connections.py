@@ -73,7 +73,7 @@ class Http2Connections:
         self.drained = threading.Event()
         self.threads = OnDemandExecutor("http2-call")
         self.idle: dict[Connection, None] = {}
-        self.readers = Readers(event_loop, on_readable, has_long_calls=has_long_calls)
+        self.readers = Readers(event_loop, on_readable, self._on_end, has_long_calls=has_long_calls)
         self._event_loop = event_loop
         self._metrics = metrics
         self._on_breach = on_breach
@@ -225,6 +225,10 @@ class Http2Connections:
         self._penalties.add(client, _FUTILE_SCORE)
         if delay_s := self._penalties.delay_s(client):
             self.readers.suspend(connection, delay_s)
+
+    def _on_end(self, connection: Connection) -> None:
+        if connection not in self._lent:  # else its thread sees it
+            self.fail(connection, http2.PeerGoneError("the client closed the connection while it was paused"))
 
     def _watch(self, connection: Connection) -> None:
         """Reads from a connection; closes one that the system cannot watch: its client would wait in vain."""

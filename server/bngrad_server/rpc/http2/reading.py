@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,14 +24,23 @@ class Readers:
     """
 
     def __init__(
-        self, event_loop: EventLoop, on_readable: Callable[[Connection], None], *, has_long_calls: bool
+        self,
+        event_loop: EventLoop,
+        on_readable: Callable[[Connection], None],
+        on_end: Callable[[Connection], None],
+        *,
+        has_long_calls: bool,
     ) -> None:
-        """Reads from none yet; for the arguments see `bngrad_server.rpc.http2.connections.Http2Connections`."""
+        """Reads from none yet; calls ``on_end`` with a paused connection whose client has closed it.
+
+        For the other arguments see `bngrad_server.rpc.http2.connections.Http2Connections`.
+        """
         self.paused: Paused[Connection] = Paused()
         self.amid_frame: dict[Connection, float] = {}
         self._read_soon: set[Connection] = set()
         self._event_loop = event_loop
         self._on_readable = on_readable
+        self._on_end = on_end
         self._has_long_calls = has_long_calls
 
     def watch(self, connection: Connection) -> None:
@@ -40,6 +50,7 @@ class Readers:
             OSError: The system has no memory for it, or watches as many descriptors as it may.
         """
         if connection in self.paused:
+            self._watch_end(connection)
             return
         self._add(connection)
         if self._has_long_calls and connection.http.expects_large_call:
@@ -54,7 +65,10 @@ class Readers:
             OSError: See `watch`.
         """
         interest = is_reading, is_cut = connection.http.is_reading, connection.http.is_cut
-        if connection in self.paused or not (is_reading or is_cut):
+        if connection in self.paused:
+            self._watch_end(connection)
+            return
+        if not (is_reading or is_cut):
             self.unwatch(connection)
             return
         was_watched = connection.is_watched
@@ -71,17 +85,30 @@ class Readers:
 
     def _add(self, connection: Connection) -> None:
         if not connection.is_watched:
+            self.unwatch(connection)
             self._event_loop.add_reader(connection.fd, partial(self._on_event, connection))
             connection.is_watched = True
+
+    def _watch_end(self, connection: Connection) -> None:
+        """Waits for the end of a paused connection: nothing reads what its client has left unread."""
+        if not connection.is_end_watched:
+            self.unwatch(connection)
+            with contextlib.suppress(OSError):  # no memory: its end is seen when it is resumed
+                self._event_loop.await_end(connection.fd, partial(self._on_end_event, connection))
+                connection.is_end_watched = True
 
     def _on_event(self, connection: Connection) -> None:
         if connection not in self._read_soon:  # else it has its turn in this round, like all others
             self._on_readable(connection)
 
+    def _on_end_event(self, connection: Connection) -> None:
+        self.unwatch(connection)
+        self._on_end(connection)
+
     def unwatch(self, connection: Connection) -> None:
         """Reads no longer from a connection: what its client sends waits in the kernel."""
-        if connection.is_watched:
-            connection.is_watched = False
+        if connection.is_watched or connection.is_end_watched:
+            connection.is_watched = connection.is_end_watched = False
             self._event_loop.remove_reader(connection.fd)
 
     def read_soon(self, connection: Connection) -> None:
@@ -118,13 +145,13 @@ class Readers:
 
     def pause(self, connection: Connection) -> None:
         """Pauses a connection until it may have some time."""
-        self.unwatch(connection)
         self.paused.add(connection)
+        self._watch_end(connection)
 
     def suspend(self, connection: Connection, delay_s: float) -> None:
         """Pauses a connection for a time."""
-        self.unwatch(connection)
         self.paused.suspend(connection, delay_s)
+        self._watch_end(connection)
 
     def forget(self, connection: Connection) -> None:
         """Forgets a connection."""

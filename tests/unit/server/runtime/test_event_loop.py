@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -242,3 +243,21 @@ def test_the_number_of_a_removed_descriptor_can_be_used_again() -> None:
         loop.expect_long(fd, "owner")
         loop.remove_reader(fd)
     os.close(fd)
+
+
+def test_a_descriptor_whose_end_is_awaited_is_not_read_before() -> None:
+    (near, far), loop, ended = socket.socketpair(), EventLoop("test"), threading.Event()
+
+    def end() -> None:
+        loop.remove_reader(near.fileno())
+        ended.set()
+
+    with near, far:
+        loop.await_end(near.fileno(), end)
+        loop.start()
+        far.sendall(b"unread")
+        assert not ended.wait(0.2)
+        far.shutdown(socket.SHUT_WR)
+        assert ended.wait(20)
+        loop.stop(20)
+        assert near.recv(16) == b"unread"

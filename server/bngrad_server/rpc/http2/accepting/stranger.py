@@ -75,6 +75,14 @@ class Stranger:
         """Whether it has said something that the event loop, which may be late itself, has not read yet."""
         if self.http is None:
             return False
+        return self.http.has_pending_input or self._has_event(select.POLLIN)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has closed the connection; some of what it said may be unread."""
+        return self._has_event(select.POLLRDHUP)
+
+    def _has_event(self, event: int) -> bool:
         poll = select.poll()
-        poll.register(self.sock, select.POLLIN)
-        return self.http.has_pending_input or bool(poll.poll(0))
+        poll.register(self.sock, event)
+        return bool(poll.poll(0))

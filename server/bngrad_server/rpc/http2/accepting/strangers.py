@@ -35,6 +35,8 @@ _REMOTE_PLACES = 1024
 _LOCAL_PLACES = 64
 _MAX_TURNS = 64
 """How often a stranger is read from: a client that begins a call at once needs two or three turns."""
+_FIRST_TURNS = 4
+"""After these, what a client has left behind is not read."""
 _HANDSHAKE_TIMEOUT_S = 10.0
 _CALL_TIMEOUT_S = 5.0
 _LAST_WORDS_S = 1.0
@@ -174,6 +176,8 @@ class Strangers:
             return
         stranger.turns += 1
         try:
+            if stranger.turns > _FIRST_TURNS and stranger.has_left:
+                raise http2.PeerGoneError("the client left a flood behind")
             call = http.accept_nonblocking()
             if call is not None and self._is_good(stranger, http, call):
                 return

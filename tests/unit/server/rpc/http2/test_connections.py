@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from unittest import mock
 
 import pytest
+from tests.unit.server.rpc.http2.raw_client import Raw, raw
 from tests.unit.server.rpc.http2.service import (
     INVALID_ARGUMENT,
     PATH,
@@ -431,6 +433,70 @@ def test_a_paused_connection_is_not_read_until_its_time_comes_also_amid_a_call(
         assert not connection.is_watched
         call.cancel()
     wait_until(lambda: service.waiting == 0)
+
+
+@pytest.mark.parametrize("kind", ["SDK", "stock"])
+@pytest.mark.parametrize("is_suspended", [False, True])
+def test_a_paused_connection_that_its_client_closes_is_closed_unread(
+    service: Service, monkeypatch: pytest.MonkeyPatch, kind: str, is_suspended: bool
+) -> None:
+    connections = service.port._connections
+    client: http2.ClientConnection | Raw
+    if kind == "SDK":
+        client = service.connect()
+        check_answered(ask(client))
+        sock = client.io._sock
+    else:
+        client = raw(service)
+        client.ask(1)
+        client.answer(1)
+        sock = client.sock
+    (connection,) = connections._all
+    monkeypatch.setattr(connections.readers.paused, "resume", lambda: ())
+    pause = partial(connections.readers.suspend, delay_s=DELAY_S) if is_suspended else connections.readers.pause
+    service.port._event_loop.call_soon(partial(pause, connection))
+    wait_until(lambda: connection in connections.readers.paused)
+    received = connection.http.io.moved
+    sock.sendall(frames.frame(frames.PING, 0, 0, bytes(8)) * 100)
+    look_between_events(service)
+    assert connection in connections._all
+    sock.shutdown(socket.SHUT_WR)
+    wait_until(lambda: len(connections) == 0)
+    assert connection.http.io.moved == received
+    assert connection not in connections.readers.paused
+    assert connection.fd not in service.port._event_loop._readers
+
+
+def test_a_connection_that_was_paused_is_read_again_whether_or_not_its_end_could_be_awaited(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (client,), readers, loop = connected(service, 1), service.port._connections.readers, service.port._event_loop
+    (connection,) = service.port._connections._all
+    for await_end in (loop.await_end, no_watch):
+        monkeypatch.setattr(loop, "await_end", await_end)
+        loop.call_soon(partial(readers.pause, connection))
+        check_answered(ask(client))
+        wait_until(lambda: connection.is_watched)
+        assert not connection.is_end_watched
+
+
+def test_the_thread_that_has_a_paused_connection_sees_its_end(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (client,), _ = half_made(service, 1)
+    connections, loop = service.port._connections, service.port._event_loop
+    wait_until(lambda: len(connections._lent) == 1)
+    (connection,) = connections._lent
+    assert isinstance(connection, Connection)
+    ended: list[object] = []
+    monkeypatch.setattr(connections, "_return_from_thread", note_before(ended, connections._return_from_thread))
+    monkeypatch.setattr(connections, "_close", note_before(ended, connections._close))
+    monkeypatch.setattr(connections.readers.paused, "resume", lambda: ())
+    loop.call_soon(partial(connections.readers.pause, connection))
+    wait_until(lambda: connection.is_end_watched)
+    client.close()
+    wait_until(lambda: len(connections) == 0)
+    assert ended == ["_return_from_thread", connection, "_close", connection]
 
 
 def test_the_time_for_a_frame_begins_with_its_first_byte_and_ends_with_its_last(service: Service) -> None:

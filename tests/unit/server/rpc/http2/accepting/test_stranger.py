@@ -24,3 +24,13 @@ def test_what_was_received_and_not_handled_yet_is_unread() -> None:
         assert http.accept_nonblocking() is None
         assert not stranger.is_unread
         http.close()
+
+
+def test_a_stranger_has_left_when_it_has_closed_the_connection_though_not_all_was_read() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        stranger = Stranger(near, "somebody")
+        far.sendall(PING)
+        assert not stranger.has_left
+        far.shutdown(socket.SHUT_WR)
+        assert stranger.has_left

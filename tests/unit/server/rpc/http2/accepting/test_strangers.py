@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import math
 import os
+import socket
 import ssl
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -155,6 +157,28 @@ def test_a_stranger_that_floods_is_closed(
             sock.sendall(flood * (1 if flood == b"\0" else 200))
             time.sleep(0.005)
     wait_until(lambda: refused(service, "protocol") == 1)
+
+
+def test_what_a_stranger_that_flooded_has_left_behind_is_not_read(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, turns = service.port._strangers, []
+    accept = http2.MultiplexedConnection.accept_nonblocking
+
+    def noted(self: http2.MultiplexedConnection) -> http2.ServerCall | None:
+        turns.append(self)
+        return accept(self)
+
+    monkeypatch.setattr(http2.MultiplexedConnection, "accept_nonblocking", noted)
+    may_begin = threading.Event()
+    port._event_loop.call_soon(partial(wait_until, may_begin.is_set))
+    sock = service.socket()
+    sock.sendall(PREFACE + REFUSED + FLOODS["PING"] * 1000)
+    sock.shutdown(socket.SHUT_WR)
+    may_begin.set()
+    wait_until(lambda: bool(turns) and not port._all)
+    assert len(turns) == strangers._FIRST_TURNS
+    assert not port._event_loop._readers.keys() & {turns[0].io._sock.fileno()}
 
 
 def test_nothing_is_kept_of_a_stranger_that_broke_the_protocol(service: Service) -> None:
