@@ -17,6 +17,7 @@ from bngrad_wire.http2.server.call import ServerCall
 from bngrad_wire.http2.server.connection import ServerConnection
 from bngrad_wire.http2.server.lane import Lane
 from bngrad_wire.http2.server.multiplexed import MultiplexedConnection
+from bngrad_wire.http2.server.outbound import KeptAnswers
 from bngrad_wire.http2.server.relay import Uploads
 from bngrad_wire.http2.sockets.timeouts import set_timeout
 from bngrad_wire.http2.sockets.tls import TlsSocket
@@ -24,6 +25,7 @@ from bngrad_wire.http2.sockets.tls import TlsSocket
 __all__ = [
     "ClientCall",
     "ClientConnection",
+    "KeptAnswers",
     "Lane",
     "MultiplexedConnection",
     "PeerGoneError",

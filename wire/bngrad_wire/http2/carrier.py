@@ -60,6 +60,11 @@ class Carrier(ABC):
         return self.send_window
 
     @property
+    def answer_room(self) -> int:
+        """How many bytes an answer may have that is not to wait in a thread: there is room, or it may be kept."""
+        return self.send_room
+
+    @property
     def expects_whole(self) -> bool:
         """Whether memory for all of the call was taken, which is received before the call begins."""
         return False

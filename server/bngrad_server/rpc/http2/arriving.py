@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from bngrad_server.rpc.http2.connection import Connection, Lane
 from bngrad_server.rpc.other_calls import CHECK_PATH, WATCH_PATH
@@ -42,9 +42,17 @@ class ArrivingCalls:
         if not lanes:
             self._all.pop(lane.connection, None)
 
-    def ready(self, connection: Connection) -> Iterator[Lane]:
-        """Removes and yields those of a connection's calls that have arrived, or have not in time."""
-        for lane, until in list(self._all.get(connection, {}).items()):
+    def ready(self, connection: Connection, heard: Iterable[int] | None = None) -> Iterator[Lane]:
+        """Removes and yields those of a connection's calls that have arrived, or have not in time.
+
+        Args:
+            connection: The connection.
+            heard: The streams of calls of which something has arrived; None for all.
+        """
+        lanes = self._all.get(connection, {})
+        for lane in list(lanes) if heard is None else [connection.lanes.get(each) for each in heard]:
+            if lane is None or (until := lanes.get(lane)) is None:
+                continue
             call, more_s = lane.lane.stream, _LARGE_REST_S * lane.lane.expects_whole
             if isinstance(call, http2.ServerCall) and call.is_arriving and time.monotonic() < until + more_s:
                 continue

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 
 from bngrad_server.errors import UnauthenticatedError
 from bngrad_server.rpc.health import Health
@@ -143,7 +144,7 @@ class Http2Calls:
         http.is_corked = True
         try:
             try:
-                begun, failed = http.read() if is_reading else ([], [])
+                begun, failed, heard = http.read() if is_reading else ([], [], [])
             except MemoryError:  # what was received is still there, and calls that have memory end meanwhile
                 logger.warning("a connection is read later, as there is no memory now", exc_info=True)
                 self.connections.readers.pause(connection)
@@ -154,7 +155,9 @@ class Http2Calls:
                 self._add_lane(connection, carrier, call)
             for stream_id in failed:
                 self._check_lane(connection.lanes[stream_id])
-            weight = self._begin_arrived(connection)
+            weight = self._begin_arrived(
+                connection, [lane.stream_id for lane in chain((each for each, _ in begun), heard)]
+            )
         except Exception as error:
             self.connections.fail(connection, error)
             return
@@ -184,10 +187,10 @@ class Http2Calls:
         carrier.io.waits = round(_STALL_TIMEOUT_S / _WAIT_S)
         self._arriving.add(self.connections.begin_lane(connection, carrier, call, rpc), call)
 
-    def _begin_arrived(self, connection: Connection) -> float:
+    def _begin_arrived(self, connection: Connection, heard: Iterable[int] | None = None) -> float:
         """Begins the calls of a connection with several that have arrived; returns how much of the time was wasted."""
         weight = 1.0
-        for lane in self._arriving.ready(connection):
+        for lane in self._arriving.ready(connection, heard):
             call = lane.lane.stream
             if isinstance(call, http2.ServerCall):
                 if self._begin(lane, call, lane.rpc) or lane.stream_id in connection.lanes:

@@ -34,6 +34,12 @@ _UPLOADS = 256
 """How many calls on connections with several may not have arrived whole; beyond, each connection may have one."""
 _LARGE_UPLOADS_NBYTES = 2**25
 """How much memory may be taken to receive those whole that are large: up to 4 MB each."""
+_KEPT_NBYTES = 2**25
+"""How much memory answers may take for which their clients have no room: up to 4 MB for each connection."""
+_UNSENT_TIMEOUT_S = 30.0
+"""How long a client may take nothing of what there is for it, of all its calls on a connection."""
+_UNDELIVERED_TIMEOUT_S = 60.0
+"""How long it may take nothing of the answer of one of them."""
 _BREACH_SCORE = 16.0
 """What a breach of the protocol counts for in `bngrad_server.rpc.http2.limits.penalties`."""
 _FUTILE_SCORE = 2.0
@@ -85,8 +91,10 @@ class Http2Connections:
         self._local: Places[Connection] = Places(max_connections())
         self._penalties = Penalties()
         self._uploads = http2.Uploads(_UPLOADS, _LARGE_UPLOADS_NBYTES)
+        self._answers = http2.KeptAnswers(_KEPT_NBYTES)
         self._closing = Deliveries()
-        self._unsent = Unsent()
+        self._unsent: Unsent[Connection] = Unsent(lambda connection: connection.http.io.moved, _UNSENT_TIMEOUT_S)
+        self._undelivered: Unsent[Lane] = Unsent(lambda lane: lane.lane.io.moved, _UNDELIVERED_TIMEOUT_S)
         self._draining = False
 
     def __len__(self) -> int:
@@ -131,7 +139,7 @@ class Http2Connections:
             if not connection.is_watched or connection.http.is_cut > connection.interest[1]:
                 self._event_loop.call_soon(partial(self.settle, connection))
 
-        return connection.http.multiplex(self._event_loop, wait_s, self._uploads, on_change)
+        return connection.http.multiplex(self._event_loop, wait_s, self._uploads, self._answers, on_change)
 
     def begin_lane(
         self, connection: Connection, carrier: http2.Lane, call: http2.ServerCall, rpc: RpcContext | None = None
@@ -146,6 +154,7 @@ class Http2Connections:
     def _end_lane(self, lane: Lane) -> None:
         """Ends the call of a lane."""
         connection = lane.connection
+        self._undelivered.discard(lane)
         connection.handler.saw_malformed |= lane.handler.saw_malformed
         if connection.lanes.pop(lane.stream_id, None) is None:  # the connection has been closed meanwhile
             lane.handler.close()
@@ -164,14 +173,33 @@ class Http2Connections:
 
     def settle(self, connection: Connection) -> None:
         """Sends what the client of a multiplexed connection takes, and waits for what is possible next."""
-        if connection not in self._all or connection in self._closing:
+        if not self._is_served(connection):
             return
         try:
             connection.http.flush()
+            if sent := connection.http.take_sent():
+                self._end_delivered(connection, sent)
+                if not self._is_served(connection):
+                    return
             self.readers.watch_lanes(connection)
-            self._unsent.note(connection)
+            if connection.http.has_unsent:
+                self._unsent.add(connection)
+            else:
+                self._unsent.discard(connection)
         except Exception as error:
             self.fail(connection, error)
+
+    def _is_served(self, connection: Connection) -> bool:
+        return connection in self._all and connection not in self._closing
+
+    def _end_delivered(self, connection: Connection, streams: list[int]) -> None:
+        """Ends the calls on these streams whose answers have been sent, or withdrawn."""
+        connection.http.is_corked = True  # they have nothing more to send
+        for stream_id in streams:
+            lane = connection.lanes.get(stream_id)
+            if lane is not None and lane in self._undelivered:
+                self._end_lane(lane)
+        connection.http.is_corked = False
 
     def _count_malformed(self, connection: Connection) -> None:
         if connection.handler.saw_malformed:
@@ -181,10 +209,14 @@ class Http2Connections:
     def await_call(self, caller: Caller) -> None:
         """Waits for the next call of a connection, after malformed messages without reading it for a while.
 
-        Of a lane, the call is ended.
+        Of a lane, the call is ended, once its answer has been sent.
         """
         if isinstance(caller, Lane):
-            self._end_lane(caller)
+            if caller.connection.http.has_unsent_data(caller.stream_id):
+                caller.connection.http.end_upload(caller.stream_id)
+                self._undelivered.add(caller)
+            else:
+                self._end_lane(caller)
             return
         assert isinstance(caller, Connection)
         connection = caller
@@ -249,6 +281,9 @@ class Http2Connections:
             self._metrics.refused_connection("silent")
             self._on_breach(connection.client, _BREACH_SCORE)
             self._close(connection)
+        for lane in self._undelivered.overdue():
+            lane.lane.lose("its client took nothing of the answer in time")
+            self._end_lane(lane)
         for connection in self._closing:
             self._close_once_delivered(connection)
 
@@ -376,6 +411,7 @@ class Http2Connections:
         self._on_release(connection)
         for lane in connection.lanes.values():
             self._on_release(lane)
+            self._undelivered.discard(lane)
             if lane not in self._lent:
                 lane.lane.release()
         connection.lanes.clear()

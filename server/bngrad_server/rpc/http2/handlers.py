@@ -128,7 +128,7 @@ class Http2Handler:
         """
         if call.path in self._others:
             return self._answer_other_at_once(call, received[0])
-        responses = self._servicer.answer_at_once(call.path, received, rpc, call.send_room, in_event_loop=True)
+        responses = self._servicer.answer_at_once(call.path, received, rpc, call.answer_room, in_event_loop=True)
         if responses is None:
             return False
         call.answer(responses, self._load_trailers())
@@ -168,13 +168,13 @@ class Http2Handler:
             self.refuse(call, error)
 
     def answer(self, call: http2.ServerCall, staged: StagedRequest) -> bool:
-        """Answers a call that was computed inline, in the event loop, if its client takes the response at once.
+        """Answers a call that was computed inline, in the event loop, if the response need not wait for its client.
 
         Returns whether it did; then the memory of the staged request is no longer used.
         """
         responses = list(self._servicer.messages_of(staged, _chunk_nbytes(call)))
         sizes = [sum(map(len, pieces)) for pieces in responses]
-        if sum(sizes) > _AT_ONCE_NBYTES or not call.has_window_for(sizes):
+        if sum(sizes) > _AT_ONCE_NBYTES or not call.has_room_to_answer(sizes):
             return False
         call.answer(list(map(b"".join, responses)), self._load_trailers())
         return True
@@ -198,7 +198,7 @@ class Http2Handler:
         if call.path == REFLECTION_PATH or len(message) > _OTHER_NBYTES:
             return False
         response = self._others[call.path](bytes(message))
-        if not call.has_window_for([len(response)]):
+        if not call.has_room_to_answer([len(response)]):
             return False
         call.answer([response])
         return True

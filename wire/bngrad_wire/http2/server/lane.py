@@ -31,6 +31,7 @@ class Lane(Carrier):
 
     Attributes:
         table_size_update: What every header block to be sent must begin with.
+        stream_id: The number of the call's stream.
         is_lent: Whether a thread owns it, rather than the event loop.
         step_nbytes: The connection is told what was read in steps of at least this.
         target: What the connection fills with the next DATA of the call; for the event loop's thread.
@@ -68,7 +69,7 @@ class Lane(Carrier):
         self._lanes = lanes
         self._loop = loop
         self._wait_s = wait_s
-        self._stream_id = stream_id
+        self.stream_id = stream_id
         self._delivered_nbytes = self._consumed_nbytes = 0
         self._acknowledged_nbytes = 0  # of what `read_data_into` has just read
         self._is_large = False
@@ -80,7 +81,12 @@ class Lane(Carrier):
     @property
     def send_room(self) -> int:
         """See `Carrier`; for the event loop's thread."""
-        return self._lanes.send_room_of(self._stream_id)
+        return self._lanes.send_room_of(self.stream_id)
+
+    @property
+    def answer_room(self) -> int:
+        """See `Carrier`; for the event loop's thread."""
+        return max(self.send_room, self._lanes.room_to_keep)
 
     @property
     def unread(self) -> int:
@@ -97,7 +103,7 @@ class Lane(Carrier):
         """Delivers DATA; for the event loop's thread, as all methods up to `handle_deliveries`, which must follow."""
         self._delivered_nbytes += len(data)
         self._events.append(partial(self._receive, data, end))
-        self._has_news = True
+        self._note_news()
         self._close_target()
 
     def take_whole(self, data: memoryview) -> None:
@@ -112,18 +118,23 @@ class Lane(Carrier):
         if (stream := self.stream) is not None:
             stream.failure = stream.failure or error
             self._events.append(self._end_by_reset)
-            self._has_news = True
+            self._note_news()
             self._close_target()
 
     def handle_deliveries(self) -> None:
         """Has the owner handle what was delivered since the last time; for the event loop's thread."""
-        if self.target is not None or not self._has_news:
-            return
         self._has_news = False
+        if self.target is not None:
+            return
         if self.is_lent:
             self.wake()
         elif self.io.broken is None:
             self.handle_available_frames()
+
+    def _note_news(self) -> None:
+        if not self._has_news:
+            self._has_news = True
+            self._lanes.has_news(self)
 
     def fill_target(self, nbytes: int) -> None:
         """Takes note that so much of the target was filled."""
@@ -144,7 +155,7 @@ class Lane(Carrier):
         target, self.target = self.target, None
         if target is not None:
             target.close()
-            self._has_news = True
+            self._note_news()
             if self._whole:
                 self._take_expected(target.filled)
 
@@ -198,7 +209,7 @@ class Lane(Carrier):
             self._wait(taken.is_set, "sending")
         except BaseException:
             self.io.broken = self.io.broken or "sending timed out"
-            self._run_in_loop(partial(self._lanes.withdraw, self._stream_id))
+            self._run_in_loop(partial(self._lanes.withdraw, self.stream_id))
             raise
 
     def _was_taken(self, nbytes: int, is_last: bool) -> None:

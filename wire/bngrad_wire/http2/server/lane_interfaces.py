@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from bngrad_wire.http2.server.outbound import Batch
 from bngrad_wire.http2.sockets.patience import Patience
+
+if TYPE_CHECKING:
+    from bngrad_wire.http2.server.lane import Lane
 
 
 class Loop(Protocol):
@@ -23,8 +26,15 @@ class Loop(Protocol):
 class Lanes(Protocol):
     """What a lane asks of its connection; for the event loop's thread."""
 
+    @property
+    def room_to_keep(self) -> int:
+        """How many bytes may be kept until there is room to send them."""
+
     def send_room_of(self, stream_id: int) -> int:
         """How many bytes of DATA can be sent at once on a stream."""
+
+    def has_news(self, lane: Lane) -> None:
+        """Takes note that the owner of a lane has something to handle."""
 
     def send_batch(self, batch: Batch) -> None:
         """Sends frames after those before them, as soon as the peer takes them."""

@@ -14,6 +14,7 @@ from bngrad_wire.http2.server.call import ServerCall
 from bngrad_wire.http2.server.delivering import DeliveringConnection
 from bngrad_wire.http2.server.lane import Lane
 from bngrad_wire.http2.server.lane_interfaces import Loop
+from bngrad_wire.http2.server.outbound import KeptAnswers, OutboundQueue
 from bngrad_wire.http2.server.relay import Relay, Uploads, is_open
 from bngrad_wire.http2.server.relaying import LARGE_WINDOW_NBYTES, MAX_ENLARGED, WINDOW_NBYTES
 from bngrad_wire.http2.server.request_headers import CallHeaders
@@ -60,16 +61,20 @@ class MultiplexedConnection(DeliveringConnection):
         self.was_useful = self.has_handled = False
         self.may_multiplex = True
         self._wait_s = 0.0
+        self._most_unread_nbytes = 0  # above what each call may have; it may be less
         self._begun: list[tuple[Lane, ServerCall]] = []
         self._failed: dict[int, None] = {}
 
-    def multiplex(self, loop: Loop, wait_s: float, uploads: Uploads, on_change: Callable[[], None]) -> Lane:
+    def multiplex(
+        self, loop: Loop, wait_s: float, uploads: Uploads, answers: KeptAnswers, on_change: Callable[[], None]
+    ) -> Lane:
         """Carries several calls at a time from now on, the running one among them.
 
         Args:
             loop: The event loop.
             wait_s: What counts as one of the `waits` of a lane's `Patience`, in seconds.
             uploads: Those of all connections.
+            answers: Likewise.
             on_change: Called when `is_reading` or `is_cut` may have changed by what a lane did.
 
         Returns:
@@ -78,6 +83,7 @@ class MultiplexedConnection(DeliveringConnection):
         call = self.stream
         assert isinstance(call, ServerCall)
         self._loop, self._wait_s, self._uploads, self._on_change = loop, wait_s, uploads, on_change
+        self._queue = OutboundQueue(answers)
         self.stream, self.awaits_rest = None, False
         self.max_receive_frame_size = frames.LARGEST_FRAME_SIZE
         self.takes_partial_data = True
@@ -91,11 +97,12 @@ class MultiplexedConnection(DeliveringConnection):
         call.send_window = lane.initial_send_window
         return lane
 
-    def read(self) -> tuple[list[tuple[Lane, ServerCall]], list[int]]:
+    def read(self) -> tuple[list[tuple[Lane, ServerCall]], list[int], list[Lane]]:
         """Handles some frames that have arrived.
 
         Returns:
-            The calls that they begin, which may have ended already, and the numbers of those that they fail.
+            The calls that they begin, which may have ended already, the numbers of those that they fail, and the lanes
+            to which they were delivered.
 
         Raises:
             PeerGoneError: The client has closed or reset the connection.
@@ -111,13 +118,16 @@ class MultiplexedConnection(DeliveringConnection):
             self.handle_buffered_frames()
             for stream_id in self._failed:
                 self._queue.withdraw(stream_id)
-            for lane in self._lanes():
+            for lane in self._news:
                 lane.handle_deliveries()
         moved_nbytes, self._moved_nbytes = self._moved_nbytes, 0
+        self._most_unread_nbytes += moved_nbytes
         self.was_useful = moved_nbytes > 0 and self.frame_budget + (moved_nbytes >> EARNING_SHIFT) >= budget
-        found = self._begun.copy(), [stream_id for stream_id in self._failed if stream_id in self._streams]
+        failed = [stream_id for stream_id in self._failed if stream_id in self._streams]
+        found = self._begun.copy(), failed, self._news.copy()
         self._begun.clear()
         self._failed.clear()
+        self._news.clear()
         return found
 
     @property
@@ -125,7 +135,9 @@ class MultiplexedConnection(DeliveringConnection):
         """Whether anything is received, as not too much of what came before, or is to be sent, is left."""
         if self._cut_frame and self._queue.kept_nbytes > _MAX_KEPT_NBYTES:
             return False
-        return sum(max(lane.unread - lane.allowed_nbytes, 0) for lane in self._lanes()) <= _MAX_UNREAD_NBYTES
+        if self._most_unread_nbytes > _MAX_UNREAD_NBYTES:
+            self._most_unread_nbytes = sum(max(lane.unread - lane.allowed_nbytes, 0) for lane in self._lanes())
+        return self._most_unread_nbytes <= _MAX_UNREAD_NBYTES
 
     def forget(self, lane: Lane, stream_id: int) -> None:
         """Ends a call whose lane has no other owner any longer.
@@ -151,6 +163,20 @@ class MultiplexedConnection(DeliveringConnection):
             self.outbound.append(frames.rst_stream(stream_id, code))
         if not stream.peer_ended:
             self.expect_late_frames(stream_id)
+
+    def has_unsent_data(self, stream_id: int) -> bool:
+        """Whether DATA of a call's answer was not sent yet."""
+        return self._queue.data_nbytes_of(stream_id) > 0
+
+    def take_sent(self) -> list[int]:
+        """Returns the streams of which all was sent, or withdrawn, since the last time; some may send more."""
+        sent, self._queue.emptied = self._queue.emptied, []
+        return sent
+
+    def end_upload(self, stream_id: int) -> None:
+        """Takes note that a call, whose answer waits, is no longer in the way of others that arrive."""
+        if isinstance(relay := self._streams.get(stream_id), Relay):
+            self._uploads.leave(relay)
 
     def _new_lane(self, stream_id: int) -> Lane:
         assert self._loop is not None

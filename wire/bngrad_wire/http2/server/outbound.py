@@ -10,6 +10,9 @@ from typing import NamedTuple
 from bngrad_wire.fields import Buffer
 from bngrad_wire.http2 import frames
 
+_MOST_KEPT_NBYTES = 2**22
+"""How much a connection may keep of answers for which its client has no room yet."""
+
 
 class _Frame:
     """A frame or, once some of it was sent, a frame with the rest of its DATA; a header block counts as one.
@@ -133,16 +136,30 @@ class Part(NamedTuple):
         self.batch.on_taken(sum(map(len, self.pieces)), self.is_last)
 
 
+class KeptAnswers:
+    """Bounds what all connections together keep for clients that have no room for it now.
+
+    Attributes:
+        free_nbytes: How much more they may keep; answers without which their calls would wait for ever may exceed it.
+    """
+
+    def __init__(self, free_nbytes: int) -> None:
+        self.free_nbytes = free_nbytes
+
+
 class OutboundQueue:
     """What was not sent yet; the streams take turns. One that waits for a window has none until `window_opened`.
 
     Attributes:
         data_nbytes: How much DATA there is.
         kept_nbytes: How much there is for which nothing waits.
+        emptied: The streams that have had something to send, and no longer have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answers: KeptAnswers) -> None:
         self.data_nbytes = self.kept_nbytes = 0
+        self.emptied: list[int] = []
+        self._answers = answers
         self._batches: dict[int, deque[Batch]] = {}
         self._turns: dict[int, None] = {}  # the stream whose turn is next comes first
 
@@ -150,9 +167,15 @@ class OutboundQueue:
         """How many streams have something to send."""
         return len(self._batches)
 
+    @property
+    def room_to_keep(self) -> int:
+        """How much more may be kept."""
+        return min(_MOST_KEPT_NBYTES - self.kept_nbytes, self._answers.free_nbytes)
+
     def data_nbytes_of(self, stream_id: int) -> int:
         """How much DATA there is of a stream."""
-        return sum(batch.data_nbytes for batch in self._batches.get(stream_id, ()))
+        batches = self._batches.get(stream_id)
+        return 0 if batches is None else sum([batch.data_nbytes for batch in batches])
 
     def add(self, batch: Batch) -> None:
         """Adds frames of a stream after those that it has."""
@@ -164,13 +187,14 @@ class OutboundQueue:
 
     def withdraw(self, stream_id: int) -> None:
         """Drops what there is of a stream: its pieces are then no longer needed."""
-        self._turns.pop(stream_id, None)
-        for batch in self._batches.pop(stream_id, ()):
+        for batch in self._batches.get(stream_id, ()):
             self._count(batch, -batch.nbytes, -batch.data_nbytes)
             batch.drop()
+        self._forget(stream_id)
 
     def clear(self) -> None:
         """Forgets everything."""
+        self._keep(-self.kept_nbytes)
         self._batches.clear()
         self._turns.clear()
 
@@ -210,9 +234,13 @@ class OutboundQueue:
         if not batch.frames:
             batches.popleft()
             if not batches:
-                del self._batches[stream_id]
-                self._turns.pop(stream_id, None)
+                self._forget(stream_id)
         return Part(batch, frame.pieces, data_nbytes, frame.ends_stream, is_last=not batch.frames)
+
+    def _forget(self, stream_id: int) -> None:
+        self._turns.pop(stream_id, None)
+        if self._batches.pop(stream_id, None) is not None:
+            self.emptied.append(stream_id)
 
     def _remove(self, batch: Batch, nbytes: int, data_nbytes: int) -> None:
         batch.nbytes -= nbytes
@@ -222,4 +250,8 @@ class OutboundQueue:
     def _count(self, batch: Batch, nbytes: int, data_nbytes: int) -> None:
         self.data_nbytes += data_nbytes
         if batch.taken is None:
-            self.kept_nbytes += nbytes
+            self._keep(nbytes)
+
+    def _keep(self, nbytes: int) -> None:
+        self.kept_nbytes += nbytes
+        self._answers.free_nbytes -= nbytes

@@ -24,6 +24,7 @@ class Uploads:
         """Counts a call no longer."""
         self.count -= relay.is_upload
         self.free_nbytes += relay.taken_nbytes
+        relay.is_upload, relay.taken_nbytes = False, 0
 
 
 class Relay(Stream):

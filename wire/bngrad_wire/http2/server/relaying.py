@@ -12,7 +12,7 @@ from bngrad_wire.http2.server.call import WHOLE_NBYTES
 from bngrad_wire.http2.server.connection import ServerConnection
 from bngrad_wire.http2.server.lane import Lane
 from bngrad_wire.http2.server.lane_interfaces import Loop
-from bngrad_wire.http2.server.outbound import Batch, OutboundQueue, Part
+from bngrad_wire.http2.server.outbound import Batch, KeptAnswers, OutboundQueue, Part
 from bngrad_wire.http2.server.relay import Relay, Uploads
 from bngrad_wire.http2.stream import Stream
 
@@ -46,7 +46,8 @@ class RelayingConnection(ServerConnection):
         self._on_change: Callable[[], None] = lambda: None
         self._streams: dict[int, Stream] = {}
         self._enlarged: set[int] = set()  # the streams with large windows
-        self._queue = OutboundQueue()
+        self._news: list[Lane] = []
+        self._queue = OutboundQueue(KeptAnswers(0))
         self._sending: list[Part] = []
         self._cut_frame = b""  # the rest of what the socket did not take
 
@@ -95,6 +96,15 @@ class RelayingConnection(ServerConnection):
         return min(
             self.send_window - self._queue.data_nbytes, stream.send_window - self._queue.data_nbytes_of(stream_id)
         )
+
+    @property
+    def room_to_keep(self) -> int:
+        """See `bngrad_wire.http2.server.lane_interfaces.Lanes`."""
+        return self._queue.room_to_keep
+
+    def has_news(self, lane: Lane) -> None:
+        """See `bngrad_wire.http2.server.lane_interfaces.Lanes`."""
+        self._news.append(lane)
 
     def send_batch(self, batch: Batch) -> None:
         """See `bngrad_wire.http2.server.lane_interfaces.Lanes`."""

@@ -36,7 +36,7 @@ from bngrad_server.codec.ops import OPS
 from bngrad_server.memory import transfer_watchdog
 from bngrad_server.rpc.http2 import watches
 from bngrad_server.rpc.http2.handlers import Http2Handler
-from bngrad_server.rpc.http2.limits import unsent, waste
+from bngrad_server.rpc.http2.limits import waste
 from bngrad_server.rpc.other_calls import WATCH_PATH
 from bngrad_server.rpc.servicer import EXCHANGE_PATH
 from bngrad_wire import messages
@@ -348,10 +348,16 @@ def test_a_slow_upload_is_refused_and_other_calls_go_on(service: Service, monkey
     wait_until(lambda: service.is_at_rest and not service.port._connections._lent)
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
 def test_a_client_that_does_not_take_an_answer_loses_that_call_alone(
-    service: Service, monkeypatch: pytest.MonkeyPatch
+    service: Service, monkeypatch: pytest.MonkeyPatch, is_kept: bool
 ) -> None:
-    monkeypatch.setattr(transfer_watchdog, "_WINDOW_S", 0.5)
+    connections = service.port._connections
+    if is_kept:
+        monkeypatch.setattr(connections._undelivered, "_timeout_s", 0.5)
+    else:
+        connections._answers.free_nbytes = 0
+        monkeypatch.setattr(transfer_watchdog, "_WINDOW_S", 0.5)
     client = raw(service, frames.PREFACE + frames.settings({frames.INITIAL_WINDOW_SIZE: 0}))
     client.ask(1)
     assert client.code(frames.RST_STREAM, 1) == CALM
@@ -362,7 +368,7 @@ def test_a_client_that_does_not_take_an_answer_loses_that_call_alone(
 
 
 def test_a_client_that_reads_nothing_is_closed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unsent, "_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(service.port._connections._unsent, "_timeout_s", 0.5)
     client = Raw(service.socket(over_tcp=True, receive_nbytes=1))
     service._opened.append(client)
     client.ask(1)

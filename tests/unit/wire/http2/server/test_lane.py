@@ -6,6 +6,7 @@ import itertools
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.sending import PREFIX
 from bngrad_wire.http2.server.call import WHOLE_NBYTES
 from bngrad_wire.http2.server.lane import Lane
+from bngrad_wire.http2.server.outbound import KeptAnswers
 
 LARGE = bytes(50_000)
 """A message that is sent from where it lies."""
@@ -59,15 +61,25 @@ class Pair:
             sock.settimeout(TIMEOUT_S)
         self.client = opened.enter_context(far)
         self.loop = Loop()
+        self.answers = KeptAnswers(10_000)
         self.connection = MultiplexedConnection(near)
         opened.callback(self.connection.close)
         self.connection.blocking = False
         self.client.sendall(frames.PREFACE + frames.settings({}) + headers("/call", 1) + sent)
         assert self.connection.accept_nonblocking() is not None
         self.was_reading: list[bool] = []  # at each change
-        self.lane = self.connection.multiplex(self.loop, 0.01, Uploads(100, 2**23), self._note_change)
+        self.lane = self.connection.multiplex(self.loop, 0.01, Uploads(100, 2**23), self.answers, self._note_change)
         self.lane.io.waits = round(TIMEOUT_S / 0.01)
         self.calls = opened.enter_context(ThreadPoolExecutor(2))
+        opened.callback(self._end_calls)
+
+    def _end_calls(self) -> None:
+        """Ends what a test that failed has left to threads, which would wait for the event loop."""
+        self.lane.lose("the test has ended")
+        self.calls.shutdown(wait=False)
+        while any(thread.is_alive() for thread in self.calls._threads):
+            self.loop.run()
+            time.sleep(0.001)
 
     def _note_change(self) -> None:
         self.was_reading.append(self.connection.is_reading)
@@ -77,7 +89,7 @@ class Pair:
         assert isinstance(self.lane.stream, ServerCall)
         return self.lane.stream
 
-    def read(self, *parts: bytes) -> tuple[list[tuple[Lane, ServerCall]], list[int]]:
+    def read(self, *parts: bytes) -> tuple[list[tuple[Lane, ServerCall]], list[int], list[Lane]]:
         """What the connection finds in parts that the client sends."""
         self.client.sendall(b"".join(parts))
         return self.connection.read()
@@ -113,7 +125,7 @@ def pair() -> Iterator[Pair]:
 
 def test_what_a_thread_sends_after_a_reset_is_dropped(pair: Pair) -> None:
     sent = pair.send(LARGE)
-    assert pair.read(frames.rst_stream(1, ErrorCode.CANCEL)) == ([], [1])
+    assert pair.read(frames.rst_stream(1, ErrorCode.CANCEL))[1] == [1]
     pair.finish(sent)
     pair.connection.flush()
     assert not pair.connection.has_unsent
@@ -249,6 +261,7 @@ def test_a_thread_reads_what_the_client_sends(reads: list[int], frame_sizes: lis
 def receiving(pair: Pair, message: bytes) -> Future[bytes]:
     """Has a thread read a message, of which 50,000 bytes have come; returns once the loop is to fill the rest."""
     pair.lane.is_lent = pair.lane.blocking = True
+    pair.lane._wait_s = 2 * TIMEOUT_S  # only a wake-up ends a wait
     pair.read(data(prefixed(message)[:50_000], 1))
     pair.connection.read()
 
@@ -321,7 +334,7 @@ def test_data_after_the_end_of_its_call_closes_the_connection(pair: Pair) -> Non
 def test_data_beyond_the_length_that_its_call_has_fails_that(pair: Pair) -> None:
     (relay,) = pair.connection._streams.values()
     relay.content_left = 25
-    assert pair.read(*[data(bytes(10), 1)] * 3) == ([], [1])
+    assert pair.read(*[data(bytes(10), 1)] * 3)[1] == [1]
     assert pair.call.failure is not None
     assert "content-length" in pair.call.failure.message
 
@@ -409,7 +422,7 @@ def test_frames_are_no_longer_than_the_client_takes(pair: Pair) -> None:
 def test_what_arrived_with_its_call_counts_as_unread_until_it_is_read(pair: Pair) -> None:
     message = prefixed(bytes(20_000))
     parts = [message[:15_000], message[15_000:]]
-    [(lane, call)], _ = pair.read(headers("/call", 3), data(parts[0], 3), data(parts[1], 3, end=True))
+    [(lane, call)], _, _ = pair.read(headers("/call", 3), data(parts[0], 3), data(parts[1], 3, end=True))
     assert call.is_fully_received
     assert lane.unread == len(message)
     assert call.receive_message() == 20_000

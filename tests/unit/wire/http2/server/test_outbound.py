@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bngrad_wire.fields import Buffer
 from bngrad_wire.http2 import frames
-from bngrad_wire.http2.server.outbound import Batch, OutboundQueue, Part
+from bngrad_wire.http2.server.outbound import Batch, KeptAnswers, OutboundQueue, Part
 
 END = frames.END_HEADERS | frames.END_STREAM
 
@@ -52,7 +52,7 @@ sizes = st.integers(0, 300)
 def test_each_stream_gets_its_frames_whole_and_in_order(
     answers: list[list[tuple[int, bool, bool]]], block_nbytes: int, rooms: list[int], max_frame_size: int
 ) -> None:
-    queue = OutboundQueue()
+    queue = OutboundQueue(KeptAnswers(0))
     given_pieces: dict[int, list[Buffer]] = {}
     waits: list[threading.Event] = []
     told: list[tuple[int, bool]] = []
@@ -92,7 +92,7 @@ def test_each_stream_gets_its_frames_whole_and_in_order(
 
 
 def test_a_header_block_is_sent_at_once() -> None:
-    queue = OutboundQueue()
+    queue = OutboundQueue(KeptAnswers(0))
     pieces = frames.header_block(1, bytes(40_000), frames.END_STREAM)
     queue.add(Batch(pieces, lambda *_: None))
     part = queue.take(1, 0, frames.MIN_FRAME_SIZE)
@@ -104,7 +104,7 @@ def test_a_header_block_is_sent_at_once() -> None:
 
 @pytest.mark.parametrize("room", [0, -1, -(2**31)])
 def test_data_waits_for_room_and_an_empty_frame_does_not(room: int) -> None:
-    queue = OutboundQueue()
+    queue = OutboundQueue(KeptAnswers(0))
     queue.add(Batch(data(0, 1, is_joined=True), lambda *_: None))
     queue.add(Batch(data(1, 1, is_joined=True), lambda *_: None))
     assert queue.take(1, room, frames.MIN_FRAME_SIZE) is not None
@@ -116,7 +116,7 @@ def test_data_waits_for_room_and_an_empty_frame_does_not(room: int) -> None:
     [(1, [1]), (30, [30]), (31, [30]), (70, [30, 30]), (100, [30, 30, 30]), (1000, [30, 30, 30])],
 )
 def test_data_that_has_room_is_taken_together_in_frames_of_the_largest_size(room: int, sizes: list[int]) -> None:
-    queue = OutboundQueue()
+    queue = OutboundQueue(KeptAnswers(0))
     queue.add(Batch(data(100, 1, is_joined=False), lambda *_: None))
     part = queue.take(1, room, 30)
     assert part is not None
@@ -129,7 +129,7 @@ def test_data_that_has_room_is_taken_together_in_frames_of_the_largest_size(room
 
 
 def test_streams_take_turns() -> None:
-    queue = OutboundQueue()
+    queue = OutboundQueue(KeptAnswers(0))
     for stream_id in (1, 3, 5):
         queue.add(Batch(data(100, stream_id, is_joined=False), lambda *_: None))
     turns = []
@@ -144,7 +144,7 @@ def test_streams_take_turns() -> None:
 
 @pytest.mark.parametrize("opened", [3, 0])
 def test_a_stream_that_waits_for_a_window_has_no_turn_until_it_opens(opened: int) -> None:
-    queue = OutboundQueue()
+    queue = OutboundQueue(KeptAnswers(0))
     for stream_id in (1, 3):
         queue.add(Batch(data(100, stream_id, is_joined=False), lambda *_: None))
     assert queue.next_turn() == 1
@@ -161,7 +161,7 @@ def test_a_stream_that_waits_for_a_window_has_no_turn_until_it_opens(opened: int
 
 
 def test_what_is_withdrawn_is_not_sent_and_nothing_waits_for_it() -> None:
-    queue = OutboundQueue()
+    queue = OutboundQueue(KeptAnswers(0))
     taken = threading.Event()
     queue.add(Batch(data(100, 1, is_joined=False), lambda *_: None, taken))
     queue.add(Batch(data(10, 1, is_joined=True), lambda *_: None))
