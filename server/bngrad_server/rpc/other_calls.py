@@ -22,7 +22,7 @@ REFLECTION_PATH = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 """The one of them that is no unary call."""
 CHECK_PATH = f"/{grpc_health.SERVICE_NAME}/Check"
 WATCH_PATH = f"/{grpc_health.SERVICE_NAME}/Watch"
-"""What `bngrad_server.rpc.http2.watches` answers."""
+"""What `bngrad_server.rpc.http2.lanes.watches` answers."""
 REFLECTED = (SERVICE.full_name, grpc_health.SERVICE_NAME, reflection.SERVICE_NAME)
 """The services that reflection lists."""
 

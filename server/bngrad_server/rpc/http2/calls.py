@@ -12,19 +12,18 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain
 
 from bngrad_server.errors import UnauthenticatedError
 from bngrad_server.rpc.health import Health
-from bngrad_server.rpc.http2.arriving import ArrivingCalls
 from bngrad_server.rpc.http2.connection import Caller, Connection, InlineCall, Lane, connection_of
 from bngrad_server.rpc.http2.connections import Http2Connections
 from bngrad_server.rpc.http2.handlers import Http2Handler, deadline_of, is_op, is_sdk
 from bngrad_server.rpc.http2.inline_calls import InlineCalls
+from bngrad_server.rpc.http2.lanes.arriving import ArrivingCalls
+from bngrad_server.rpc.http2.lanes.watches import HealthWatches
 from bngrad_server.rpc.http2.limits.futile_calls import FutileCalls, is_before
 from bngrad_server.rpc.http2.limits.waste import OTHER_WEIGHT
 from bngrad_server.rpc.http2.receiving import ReceivingCalls
-from bngrad_server.rpc.http2.watches import HealthWatches
 from bngrad_server.rpc.other_calls import WATCH_PATH
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, UNARY_OPS, Servicer
 from bngrad_server.rpc_context import RpcContext
@@ -111,9 +110,9 @@ class Http2Calls:
             else:
                 # Calls of a client at its limit wait for a thread rather than arrive and be refused.
                 http.may_take_memory = partial(self._is_worthwhile, rpc.client)
-                self._add_lane(connection, self.connections.multiplex(connection, _WAIT_S), call, rpc)
+                self._add_lane(connection, self.connections.lanes.multiplex(connection, _WAIT_S), call, rpc)
                 self._begin_arrived(connection)
-                self.connections.settle(connection)
+                self.connections.lanes.settle(connection)
         except Exception as error:
             self.connections.fail(connection, error)
 
@@ -155,9 +154,7 @@ class Http2Calls:
                 self._add_lane(connection, carrier, call)
             for stream_id in failed:
                 self._check_lane(connection.lanes[stream_id])
-            weight = self._begin_arrived(
-                connection, [lane.stream_id for lane in chain((each for each, _ in begun), heard)]
-            )
+            weight = self._begin_arrived(connection, [*(call.id for _, call in begun), *heard])
         except Exception as error:
             self.connections.fail(connection, error)
             return
@@ -166,14 +163,14 @@ class Http2Calls:
         if is_reading:
             was_useful = http.was_useful and weight == 1  # small answers are no DATA to speak of
             self.connections.count_waste(connection, began, 0.0 if was_useful else weight)
-        self.connections.settle(connection)
+        self.connections.lanes.settle(connection)
 
     def _check_lane(self, lane: Lane) -> None:
         """Gives up a call without a thread that the client has cancelled."""
         call = lane.lane.stream
         if not isinstance(call, http2.ServerCall):
             return
-        if self.connections.is_lent(lane):
+        if lane in self.connections.lent:
             return  # its thread sees it
         deadline = deadline_of(call) if lane.inline_call is None else lane.inline_call.rpc.deadline
         self._end_call(lane)

@@ -17,29 +17,19 @@ from itertools import chain
 from bngrad_server.rpc.http2.connection import Caller, Connection, Lane
 from bngrad_server.rpc.http2.delivery import Deliveries
 from bngrad_server.rpc.http2.handlers import abort
+from bngrad_server.rpc.http2.lanes.lanes import Lanes
+from bngrad_server.rpc.http2.lending import Lending
 from bngrad_server.rpc.http2.limits.penalties import Penalties, peer_of
 from bngrad_server.rpc.http2.limits.places import Places
-from bngrad_server.rpc.http2.limits.unsent import Unsent
 from bngrad_server.rpc.http2.reading import Readers
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.event_loop import EventLoop
-from bngrad_server.runtime.executors import OnDemandExecutor
 from bngrad_server.runtime.listening import max_connections
 from bngrad_server.telemetry.metrics import Metrics
 from bngrad_wire import http2
 
 logger = logging.getLogger(__name__)
 
-_UPLOADS = 256
-"""How many calls on connections with several may not have arrived whole; beyond, each connection may have one."""
-_LARGE_UPLOADS_NBYTES = 2**25
-"""How much memory may be taken to receive those whole that are large: up to 4 MB each."""
-_KEPT_NBYTES = 2**25
-"""How much memory answers may take for which their clients have no room: up to 4 MB for each connection."""
-_UNSENT_TIMEOUT_S = 30.0
-"""How long a client may take nothing of what there is for it, of all its calls on a connection."""
-_UNDELIVERED_TIMEOUT_S = 60.0
-"""How long it may take nothing of the answer of one of them."""
 _BREACH_SCORE = 16.0
 """What a breach of the protocol counts for in `bngrad_server.rpc.http2.limits.penalties`."""
 _FUTILE_SCORE = 2.0
@@ -51,9 +41,10 @@ class Http2Connections:
 
     Attributes:
         drained: Is set once `drain` was called and no connection is left.
-        threads: The threads of calls that may wait.
         idle: The connections without a call; the one that was idle longest comes first.
         readers: The connections that are read from.
+        lent: Those that threads have, and such lanes.
+        lanes: The lanes of connections that may have several calls.
     """
 
     def __init__(
@@ -77,24 +68,19 @@ class Http2Connections:
             has_long_calls: Whether larger calls keep the event loop, as they are computed there.
         """
         self.drained = threading.Event()
-        self.threads = OnDemandExecutor("http2-call")
         self.idle: dict[Connection, None] = {}
         self.readers = Readers(event_loop, on_readable, self._on_end, has_long_calls=has_long_calls)
-        self._event_loop = event_loop
+        self.lent = Lending(event_loop, self._log_failure, self._after_thread)
+        self.lanes = Lanes(event_loop, self.readers, self._is_served, self._after_call, self.fail)
         self._metrics = metrics
         self._on_breach = on_breach
         self._on_readable = on_readable
         self._on_release = on_release
         self._all: set[Connection] = set()
-        self._lent: set[Caller] = set()
         self._remote: Places[Connection] = Places(max_connections())
         self._local: Places[Connection] = Places(max_connections())
         self._penalties = Penalties()
-        self._uploads = http2.Uploads(_UPLOADS, _LARGE_UPLOADS_NBYTES)
-        self._answers = http2.KeptAnswers(_KEPT_NBYTES)
         self._closing = Deliveries()
-        self._unsent: Unsent[Connection] = Unsent(lambda connection: connection.http.io.moved, _UNSENT_TIMEOUT_S)
-        self._undelivered: Unsent[Lane] = Unsent(lambda lane: lane.lane.io.moved, _UNDELIVERED_TIMEOUT_S)
         self._draining = False
 
     def __len__(self) -> int:
@@ -132,74 +118,24 @@ class Http2Connections:
                 self._end(dispensable)
         return not places.is_full
 
-    def multiplex(self, connection: Connection, wait_s: float) -> http2.Lane:
-        """Lets a connection make several calls; see `bngrad_wire.http2.MultiplexedConnection.multiplex`."""
-
-        def on_change() -> None:
-            if not connection.is_watched or connection.http.is_cut > connection.interest[1]:
-                self._event_loop.call_soon(partial(self.settle, connection))
-
-        return connection.http.multiplex(self._event_loop, wait_s, self._uploads, self._answers, on_change)
-
     def begin_lane(
-        self, connection: Connection, carrier: http2.Lane, call: http2.ServerCall, rpc: RpcContext | None = None
+        self, connection: Connection, carrier: http2.Lane, call: http2.ServerCall, rpc: RpcContext | None
     ) -> Lane:
-        """Returns a lane of a connection for a call that has begun, with its context if that has been checked."""
-        handler = connection.handler.for_lane(partial(carrier.lose, "the call was given up"), carrier.io)
-        lane = Lane(connection, carrier, call.id, handler, rpc and handler.adopted(call, rpc))
-        connection.lanes[call.id] = lane
+        """See `bngrad_server.rpc.http2.lanes.lanes.Lanes.begin`."""
         self.idle.pop(connection, None)
-        return lane
+        return self.lanes.begin(connection, carrier, call, rpc)
 
-    def _end_lane(self, lane: Lane) -> None:
-        """Ends the call of a lane."""
-        connection = lane.connection
-        self._undelivered.discard(lane)
-        connection.handler.saw_malformed |= lane.handler.saw_malformed
-        if connection.lanes.pop(lane.stream_id, None) is None:  # the connection has been closed meanwhile
-            lane.handler.close()
-            lane.lane.release()
-            return
-        connection.http.forget(lane.lane, lane.stream_id)
-        lane.lane.release()
+    def _is_served(self, connection: Connection) -> bool:
+        return connection in self._all and connection not in self._closing
+
+    def _after_call(self, connection: Connection) -> None:
+        """Goes on after one of the calls of a connection that may have several."""
         self._count_malformed(connection)
-        if not connection.http.is_corked:
-            self.settle(connection)
         if not connection.lanes and connection in self._all:
             if self._draining or connection.is_outdated:
                 self._close_once_delivered(connection)
             else:
                 self.idle[connection] = None
-
-    def settle(self, connection: Connection) -> None:
-        """Sends what the client of a multiplexed connection takes, and waits for what is possible next."""
-        if not self._is_served(connection):
-            return
-        try:
-            connection.http.flush()
-            if sent := connection.http.take_sent():
-                self._end_delivered(connection, sent)
-                if not self._is_served(connection):
-                    return
-            self.readers.watch_lanes(connection)
-            if connection.http.has_unsent:
-                self._unsent.add(connection)
-            else:
-                self._unsent.discard(connection)
-        except Exception as error:
-            self.fail(connection, error)
-
-    def _is_served(self, connection: Connection) -> bool:
-        return connection in self._all and connection not in self._closing
-
-    def _end_delivered(self, connection: Connection, streams: list[int]) -> None:
-        """Ends the calls on these streams whose answers have been sent, or withdrawn."""
-        connection.http.is_corked = True  # they have nothing more to send
-        for stream_id in streams:
-            lane = connection.lanes.get(stream_id)
-            if lane is not None and lane in self._undelivered:
-                self._end_lane(lane)
-        connection.http.is_corked = False
 
     def _count_malformed(self, connection: Connection) -> None:
         if connection.handler.saw_malformed:
@@ -212,11 +148,7 @@ class Http2Connections:
         Of a lane, the call is ended, once its answer has been sent.
         """
         if isinstance(caller, Lane):
-            if caller.connection.http.has_unsent_data(caller.stream_id):
-                caller.connection.http.end_upload(caller.stream_id)
-                self._undelivered.add(caller)
-            else:
-                self._end_lane(caller)
+            self.lanes.end_once_delivered(caller)
             return
         assert isinstance(caller, Connection)
         connection = caller
@@ -259,7 +191,7 @@ class Http2Connections:
             self.readers.suspend(connection, delay_s)
 
     def _on_end(self, connection: Connection) -> None:
-        if connection not in self._lent:  # else its thread sees it
+        if connection not in self.lent:  # else its thread sees it
             self.fail(connection, http2.PeerGoneError("the client closed the connection while it was paused"))
 
     def _watch(self, connection: Connection) -> None:
@@ -273,17 +205,14 @@ class Http2Connections:
         """Does what is due; to be called several times a second."""
         for connection in self.readers.paused.resume():
             if connection.http.is_multiplexed:
-                self.settle(connection)
+                self.lanes.settle(connection)
             elif connection in self.idle or connection.inline_call is not None:
                 self._watch(connection)
                 self.readers.read_soon(connection)
-        for connection in chain(self.readers.overdue(self._has_no_thread), self._unsent.overdue()):
+        for connection in chain(self.readers.overdue(self._has_no_thread), self.lanes.give_up_overdue()):
             self._metrics.refused_connection("silent")
             self._on_breach(connection.client, _BREACH_SCORE)
             self._close(connection)
-        for lane in self._undelivered.overdue():
-            lane.lane.lose("its client took nothing of the answer in time")
-            self._end_lane(lane)
         for connection in self._closing:
             self._close_once_delivered(connection)
 
@@ -295,40 +224,14 @@ class Http2Connections:
         if isinstance(caller, Connection):
             self.idle.pop(caller, None)
             self.readers.unwatch(caller)
-        if isinstance(caller, Lane):
-            caller.lane.lend()
-        caller.carrier.blocking = True
-        self._lent.add(caller)
-        self.threads.submit(partial(self._run_in_thread, caller, action))
+        self.lent.lend(caller, action)
 
     def _lend_to_flush(self, connection: Connection) -> None:
         self.lend(connection, partial(connection.handler.flush, connection.http))
 
-    def is_lent(self, caller: Caller) -> bool:
-        """Whether a thread has a caller."""
-        return caller in self._lent
-
-    def _run_in_thread(self, caller: Caller, action: Callable[[], None]) -> None:
-        is_usable = False
-        try:
-            action()
-            is_usable = True
-        except Exception as error:
-            self._log_failure(caller, error)
-            if isinstance(caller, Lane) and isinstance(error, MemoryError):
-                caller.lane.lose("there is no memory to answer it")  # so the client calls again
-        finally:
-            self._event_loop.call_soon(partial(self._return_from_thread, caller, is_usable=is_usable))
-
-    def _return_from_thread(self, caller: Caller, *, is_usable: bool) -> None:
-        self._lent.discard(caller)
+    def _after_thread(self, caller: Caller, is_usable: bool) -> None:
         self._on_release(caller)
         if is_usable:
-            caller.carrier.blocking = False
-            if isinstance(caller, Lane):
-                caller.lane.is_lent = False
-            if isinstance(caller, Connection):
-                caller.waste.begin_reading()
             self.await_call(caller)
         else:
             self._close(caller)
@@ -369,7 +272,7 @@ class Http2Connections:
             self._close_once_delivered(connection)
         elif connection.lanes:
             connection.http.goaway()
-            self.settle(connection)
+            self.lanes.settle(connection)
 
     def abort(self) -> None:
         """Ends every connection at once."""
@@ -378,7 +281,7 @@ class Http2Connections:
 
     def _end(self, connection: Connection) -> None:
         """Closes a connection; one that is lent, once its thread has seen it broken."""
-        if connection in self._lent:
+        if connection in self.lent:
             connection.is_outdated = True
             abort(connection.sock)
         else:
@@ -401,7 +304,7 @@ class Http2Connections:
     def _close(self, caller: Caller) -> None:
         if isinstance(caller, Lane):
             self._on_release(caller)
-            self._end_lane(caller)
+            self.lanes.end(caller)
         elif isinstance(caller, Connection):
             self.forget(caller)
             caller.http.close()
@@ -411,14 +314,12 @@ class Http2Connections:
         self._on_release(connection)
         for lane in connection.lanes.values():
             self._on_release(lane)
-            self._undelivered.discard(lane)
-            if lane not in self._lent:
+            if lane not in self.lent:
                 lane.lane.release()
-        connection.lanes.clear()
+        self.lanes.forget(connection)
         connection.handler.close()
         self.readers.forget(connection)
-        self._unsent.discard(connection)
-        self._lent.discard(connection)
+        self.lent.discard(connection)
         self.idle.pop(connection, None)
         self._closing.discard(connection)
         self._places(connection).leave(connection)

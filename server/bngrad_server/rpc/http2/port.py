@@ -86,7 +86,7 @@ class Http2Port:
         self._strangers.stop()
         if not self._event_loop.is_alive:  # it was not started, or has failed
             if not len(self._connections):
-                self._connections.threads.shutdown()
+                self._connections.lent.threads.shutdown()
             return
         self._event_loop.call_in_background(self._connections.drain)  # after the connections that came before
         if not self._connections.drained.wait(drain_timeout_s):
@@ -94,7 +94,7 @@ class Http2Port:
             self._connections.drained.wait(_END_TIMEOUT_S)
         self._event_loop.stop(_END_TIMEOUT_S)
         if self._connections.drained.is_set():
-            self._connections.threads.shutdown()
+            self._connections.lent.threads.shutdown()
 
     def _add(self, *first_call: Any) -> None:
         self._event_loop.call_in_background(partial(self._calls.add, *first_call))

@@ -100,7 +100,7 @@ def run_turns(server: ServerConnection) -> None:
                 if isinstance(lane.stream, ServerCall):
                     answer(lane.stream)
                 if lane.stream is None:
-                    server.forget(lane, lane.stream_id)
+                    server.forget(lane, lane._stream_id)
         elif (call := server.accept_nonblocking()) is not None:
             answer(call)
         server.flush()

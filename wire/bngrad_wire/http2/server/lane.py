@@ -31,7 +31,6 @@ class Lane(Carrier):
 
     Attributes:
         table_size_update: What every header block to be sent must begin with.
-        stream_id: The number of the call's stream.
         is_lent: Whether a thread owns it, rather than the event loop.
         step_nbytes: The connection is told what was read in steps of at least this.
         target: What the connection fills with the next DATA of the call; for the event loop's thread.
@@ -69,7 +68,7 @@ class Lane(Carrier):
         self._lanes = lanes
         self._loop = loop
         self._wait_s = wait_s
-        self.stream_id = stream_id
+        self._stream_id = stream_id
         self._delivered_nbytes = self._consumed_nbytes = 0
         self._acknowledged_nbytes = 0  # of what `read_data_into` has just read
         self._is_large = False
@@ -81,7 +80,7 @@ class Lane(Carrier):
     @property
     def send_room(self) -> int:
         """See `Carrier`; for the event loop's thread."""
-        return self._lanes.send_room_of(self.stream_id)
+        return self._lanes.send_room_of(self._stream_id)
 
     @property
     def answer_room(self) -> int:
@@ -134,7 +133,7 @@ class Lane(Carrier):
     def _note_news(self) -> None:
         if not self._has_news:
             self._has_news = True
-            self._lanes.has_news(self)
+            self._lanes.has_news(self._stream_id)
 
     def fill_target(self, nbytes: int) -> None:
         """Takes note that so much of the target was filled."""
@@ -209,7 +208,7 @@ class Lane(Carrier):
             self._wait(taken.is_set, "sending")
         except BaseException:
             self.io.broken = self.io.broken or "sending timed out"
-            self._run_in_loop(partial(self._lanes.withdraw, self.stream_id))
+            self._run_in_loop(partial(self._lanes.withdraw, self._stream_id))
             raise
 
     def _was_taken(self, nbytes: int, is_last: bool) -> None:

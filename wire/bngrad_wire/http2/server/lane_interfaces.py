@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from bngrad_wire.http2.server.outbound import Batch
 from bngrad_wire.http2.sockets.patience import Patience
-
-if TYPE_CHECKING:
-    from bngrad_wire.http2.server.lane import Lane
 
 
 class Loop(Protocol):
@@ -33,7 +30,7 @@ class Lanes(Protocol):
     def send_room_of(self, stream_id: int) -> int:
         """How many bytes of DATA can be sent at once on a stream."""
 
-    def has_news(self, lane: Lane) -> None:
+    def has_news(self, stream_id: int) -> None:
         """Takes note that the owner of a lane has something to handle."""
 
     def send_batch(self, batch: Batch) -> None:

@@ -97,12 +97,12 @@ class MultiplexedConnection(DeliveringConnection):
         call.send_window = lane.initial_send_window
         return lane
 
-    def read(self) -> tuple[list[tuple[Lane, ServerCall]], list[int], list[Lane]]:
+    def read(self) -> tuple[list[tuple[Lane, ServerCall]], list[int], list[int]]:
         """Handles some frames that have arrived.
 
         Returns:
-            The calls that they begin, which may have ended already, the numbers of those that they fail, and the lanes
-            to which they were delivered.
+            The calls that they begin, which may have ended already, and the numbers of those that they fail, and of
+            those of which they bring more.
 
         Raises:
             PeerGoneError: The client has closed or reset the connection.
@@ -118,8 +118,9 @@ class MultiplexedConnection(DeliveringConnection):
             self.handle_buffered_frames()
             for stream_id in self._failed:
                 self._queue.withdraw(stream_id)
-            for lane in self._news:
-                lane.handle_deliveries()
+            for stream_id in self._news:
+                if isinstance(relay := self._streams.get(stream_id), Relay):
+                    relay.lane.handle_deliveries()
         moved_nbytes, self._moved_nbytes = self._moved_nbytes, 0
         self._most_unread_nbytes += moved_nbytes
         self.was_useful = moved_nbytes > 0 and self.frame_budget + (moved_nbytes >> EARNING_SHIFT) >= budget

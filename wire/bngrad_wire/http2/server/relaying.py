@@ -46,7 +46,7 @@ class RelayingConnection(ServerConnection):
         self._on_change: Callable[[], None] = lambda: None
         self._streams: dict[int, Stream] = {}
         self._enlarged: set[int] = set()  # the streams with large windows
-        self._news: list[Lane] = []
+        self._news: list[int] = []  # the streams of lanes that have some
         self._queue = OutboundQueue(KeptAnswers(0))
         self._sending: list[Part] = []
         self._cut_frame = b""  # the rest of what the socket did not take
@@ -102,9 +102,9 @@ class RelayingConnection(ServerConnection):
         """See `bngrad_wire.http2.server.lane_interfaces.Lanes`."""
         return self._queue.room_to_keep
 
-    def has_news(self, lane: Lane) -> None:
+    def has_news(self, stream_id: int) -> None:
         """See `bngrad_wire.http2.server.lane_interfaces.Lanes`."""
-        self._news.append(lane)
+        self._news.append(stream_id)
 
     def send_batch(self, batch: Batch) -> None:
         """See `bngrad_wire.http2.server.lane_interfaces.Lanes`."""

@@ -413,7 +413,7 @@ def test_a_connection_waits_for_its_client_only_while_a_thread_has_it(
     wait_until(lambda: connection in service.port._connections.idle)
     assert seen == [True, True]
     assert not connection.http.blocking
-    assert not service.port._connections._lent
+    assert not service.port._connections.lent
 
 
 def test_a_paused_connection_is_not_read_until_its_time_comes_also_amid_a_call(
@@ -485,18 +485,18 @@ def test_the_thread_that_has_a_paused_connection_sees_its_end(
 ) -> None:
     (client,), _ = half_made(service, 1)
     connections, loop = service.port._connections, service.port._event_loop
-    wait_until(lambda: len(connections._lent) == 1)
-    (connection,) = connections._lent
+    wait_until(lambda: len(connections.lent) == 1)
+    (connection,) = connections.lent
     assert isinstance(connection, Connection)
     ended: list[object] = []
-    monkeypatch.setattr(connections, "_return_from_thread", note_before(ended, connections._return_from_thread))
+    monkeypatch.setattr(connections.lent, "_on_return", note_before(ended, connections._after_thread))
     monkeypatch.setattr(connections, "_close", note_before(ended, connections._close))
     monkeypatch.setattr(connections.readers.paused, "resume", lambda: ())
     loop.call_soon(partial(connections.readers.pause, connection))
     wait_until(lambda: connection.is_end_watched)
     client.close()
     wait_until(lambda: len(connections) == 0)
-    assert ended == ["_return_from_thread", connection, "_close", connection]
+    assert ended == ["_after_thread", connection, "_close", connection]
 
 
 def test_the_time_for_a_frame_begins_with_its_first_byte_and_ends_with_its_last(service: Service) -> None:
@@ -554,7 +554,7 @@ def test_a_client_that_does_not_read_amid_a_call_gets_no_thread_and_its_answer_a
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # so the system's least
     client.io.send([frames.frame(frames.PING, 0, 0, bytes(8)) * 700])
     wait_until(lambda: bool(connection.http.outbound) and connection.http.frame_budget < 1500)
-    assert not service.port._connections._lent
+    assert not service.port._connections.lent
     assert connection not in service.port._connections.readers.amid_frame
     service.worker.may_run.set()
     check_answered(running, call)
@@ -602,23 +602,23 @@ def test_a_lent_connection_that_makes_room_is_closed_once_its_thread_is_back(
     connections = service.port._connections
     connections._remote.count = 2
     half_made(service, 2)
-    wait_until(lambda: receiving(service) == 2 and len(connections._lent) == 2)
+    wait_until(lambda: receiving(service) == 2 and len(connections.lent) == 2)
     lent = set(connections._all)
     ended: list[object] = []
-    monkeypatch.setattr(connections, "_return_from_thread", note_before(ended, connections._return_from_thread))
+    monkeypatch.setattr(connections.lent, "_on_return", note_before(ended, connections._after_thread))
     monkeypatch.setattr(connections, "_close", note_before(ended, connections._close))
     others = connected(service, 1, over_tcp=True)
     wait_until(lambda: len(connections) == 2)
     assert usable(*others) == [True]
     (closed,) = lent - connections._all
-    assert ended == ["_return_from_thread", closed, "_close", closed]
-    assert connections._lent == lent - {closed}
+    assert ended == ["_after_thread", closed, "_close", closed]
+    assert set(connections.lent) == lent - {closed}
 
 
 def note_before(noted: list[object], method: Callable[..., None]) -> Callable[..., None]:
-    def note_and_call(connection: Connection, **options: bool) -> None:
+    def note_and_call(connection: Connection, *options: bool) -> None:
         noted.extend([method.__name__, connection])
-        method(connection, **options)
+        method(connection, *options)
 
     return note_and_call
 
@@ -626,8 +626,8 @@ def note_before(noted: list[object], method: Callable[..., None]) -> Callable[..
 def test_a_connection_is_not_closed_for_half_a_frame_while_a_thread_has_it(service: Service) -> None:
     (client,), rest = half_made(service, 1)
     connections = service.port._connections
-    wait_until(lambda: len(connections._lent) == 1)
-    (connection,) = connections._lent
+    wait_until(lambda: len(connections.lent) == 1)
+    (connection,) = connections.lent
     assert isinstance(connection, Connection)
 
     def tick() -> None:
@@ -696,8 +696,8 @@ def test_calls_whose_message_is_here_make_no_room_for_others(service: Service) -
     connections._remote.count = 2
     running, _ = busy(service, 0)
     clients, rest = half_made(service, 2)
-    wait_until(lambda: len(connections._lent) == 2)
-    lent = set(connections._lent)
+    wait_until(lambda: len(connections.lent) == 2)
+    lent = set(connections.lent)
     for each in clients:
         each.sendall(rest)
     wait_until(lambda: service.waiting == 2)
@@ -719,8 +719,8 @@ def test_the_event_loop_does_not_read_what_a_thread_has_although_it_was_to_do_so
 
     monkeypatch.setattr(Http2Handler, "handle", handle_later)
     (client,), rest = half_made(service, 1)
-    wait_until(lambda: len(service.port._connections._lent) == 1)
-    (connection,) = service.port._connections._lent
+    wait_until(lambda: len(service.port._connections.lent) == 1)
+    (connection,) = service.port._connections.lent
     assert isinstance(connection, Connection)
     received = connection.http.io.moved
     client.sendall(rest)

@@ -26,7 +26,7 @@ def test_half_made_messages_take_a_share_of_threads_and_are_answered_once_whole(
     service.port._calls._receiving = ReceivingCalls(6)
     bad, rest = half_made(service, 10)
     wait_until(lambda: receiving(service) == 10)
-    assert len(service.port._connections._lent) == 4
+    assert len(service.port._connections.lent) == 4
     (good,), _ = half_made(service, 1, "127.0.0.1")
     wait_until(lambda: receiving(service) == 11)
     good.sendall(rest)
@@ -75,7 +75,7 @@ def test_it_is_admission_that_says_which_client_is_at_its_limits_and_how_long_it
     monkeypatch.setattr(admission, "_refused_of", {"127.0.0.2": (2**21, math.inf)})
     (waiting,), rest = half_made(service, 1)
     wait_until(lambda: receiving(service) == 1)
-    assert not service.port._connections._lent
+    assert not service.port._connections.lent
     assert waits.is_waited_for
     monkeypatch.setattr(admission, "_refused_of", {})
     waiting.sendall(rest)

@@ -89,7 +89,7 @@ class Pair:
         assert isinstance(self.lane.stream, ServerCall)
         return self.lane.stream
 
-    def read(self, *parts: bytes) -> tuple[list[tuple[Lane, ServerCall]], list[int], list[Lane]]:
+    def read(self, *parts: bytes) -> tuple[list[tuple[Lane, ServerCall]], list[int], list[int]]:
         """What the connection finds in parts that the client sends."""
         self.client.sendall(b"".join(parts))
         return self.connection.read()

@@ -127,7 +127,7 @@ def test_a_thread_that_waits_for_a_call_is_not_woken_by_others(
     header = request_of(inputs(), chunked=True).SerializeToString()
     client.send(headers(EXCHANGE_PATH, 3))
     client.send(data(prefixed(messages.field_prefix(OPS[0].exchange_number, len(header)) + header), 3))
-    wait_until(lambda: len(service.port._connections._lent) == 1)
+    wait_until(lambda: len(service.port._connections.lent) == 1)
     (connection,) = service.port._connections._all
     lane = connection.lanes[3].lane
     wait_until(lambda: not lane._events)

@@ -13,7 +13,7 @@ from tests.unit.server.rpc.http2.raw_client import Raw, check_sum, increments, r
 from tests.unit.server.rpc.http2.service import PATH, Service, check_works
 from tests.unit.server.workers.additions import TIMEOUT_S, inputs, request_of, wait_until
 
-from bngrad_server.rpc.http2 import arriving
+from bngrad_server.rpc.http2.lanes import arriving
 from bngrad_wire.http2 import Uploads, frames
 from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.server.call import WHOLE_NBYTES
@@ -29,7 +29,7 @@ INTERNAL = 13
 @pytest.fixture
 def uploads(service: Service) -> Iterator[Uploads]:
     """Those of the service, which have given back all memory in the end."""
-    uploads = service.port._connections._uploads
+    uploads = service.port._connections.lanes.uploads
     free_nbytes = uploads.free_nbytes
     yield uploads
     wait_until(lambda: uploads.free_nbytes == free_nbytes and uploads.count == 0)
@@ -129,7 +129,7 @@ def test_a_call_that_pauses_goes_on_in_a_thread(
     upload.await_window()
     upload.send(pause_at, sizes)
     if pause_at < len(MESSAGE):
-        wait_until(lambda: len(service.port._connections._lent) == 1)
+        wait_until(lambda: len(service.port._connections.lent) == 1)
         upload.send(sizes=sizes)
     upload.check_sum()
 
@@ -199,7 +199,7 @@ def test_a_message_is_answered_before_its_call_has_an_end(
     upload.await_window()
     client.send(data(MESSAGE[5:pause_at], upload.stream_id))
     if pause_at < len(MESSAGE):
-        wait_until(lambda: len(service.port._connections._lent) == 1)
+        wait_until(lambda: len(service.port._connections.lent) == 1)
         client.send(data(MESSAGE[pause_at:], upload.stream_id))
     upload.check_sum()
 

@@ -34,8 +34,8 @@ from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 from bngrad_server.codec import short_chunks
 from bngrad_server.codec.ops import OPS
 from bngrad_server.memory import transfer_watchdog
-from bngrad_server.rpc.http2 import watches
 from bngrad_server.rpc.http2.handlers import Http2Handler
+from bngrad_server.rpc.http2.lanes import watches
 from bngrad_server.rpc.http2.limits import waste
 from bngrad_server.rpc.other_calls import WATCH_PATH
 from bngrad_server.rpc.servicer import EXCHANGE_PATH
@@ -168,11 +168,11 @@ def test_what_was_received_of_a_connection_that_is_lost_is_read_no_further(
     client.send(data(prefixed(messages.field_prefix(OPS[0].exchange_number, len(header)) + header), 1))
     for _ in range(15):
         client.send(data(chunk * 1000, 1))
-    wait_until(lambda: len(service.port._connections._lent) == 1)
+    wait_until(lambda: len(service.port._connections.lent) == 1)
     (connection,) = service.port._connections._all
     wait_until(lambda: connection.lanes[1].lane.unread > 100_000)
     client.close()
-    wait_until(lambda: not service.port._connections._lent and service.is_at_rest)
+    wait_until(lambda: not service.port._connections.lent and service.is_at_rest)
 
 
 @pytest.mark.parametrize("part", ["headers", "a part of the message", "the message"])
@@ -189,7 +189,7 @@ def test_a_connection_that_is_lost_leaves_nothing(service: Service, part: str) -
     client.close()
     wait_until(lambda: len(service.port._connections) == 0)
     service.worker.may_run.set()
-    wait_until(lambda: service.is_at_rest and not service.port._connections._lent)
+    wait_until(lambda: service.is_at_rest and not service.port._connections.lent)
     check_works(service)
 
 
@@ -345,7 +345,7 @@ def test_a_slow_upload_is_refused_and_other_calls_go_on(service: Service, monkey
     assert client.code(frames.RST_STREAM, 1) == CALM
     client.ask(5)
     check_sum(client.answer(5))
-    wait_until(lambda: service.is_at_rest and not service.port._connections._lent)
+    wait_until(lambda: service.is_at_rest and not service.port._connections.lent)
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
@@ -354,9 +354,9 @@ def test_a_client_that_does_not_take_an_answer_loses_that_call_alone(
 ) -> None:
     connections = service.port._connections
     if is_kept:
-        monkeypatch.setattr(connections._undelivered, "_timeout_s", 0.5)
+        monkeypatch.setattr(connections.lanes.undelivered, "_timeout_s", 0.5)
     else:
-        connections._answers.free_nbytes = 0
+        connections.lanes.answers.free_nbytes = 0
         monkeypatch.setattr(transfer_watchdog, "_WINDOW_S", 0.5)
     client = raw(service, frames.PREFACE + frames.settings({frames.INITIAL_WINDOW_SIZE: 0}))
     client.ask(1)
@@ -364,11 +364,11 @@ def test_a_client_that_does_not_take_an_answer_loses_that_call_alone(
     client.ask(3)
     client.send(frames.window_update(3, 2000))
     check_sum(client.answer(3))
-    wait_until(lambda: service.is_at_rest and not service.port._connections._lent)
+    wait_until(lambda: service.is_at_rest and not service.port._connections.lent)
 
 
 def test_a_client_that_reads_nothing_is_closed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service.port._connections._unsent, "_timeout_s", 0.5)
+    monkeypatch.setattr(service.port._connections.lanes.unsent, "_timeout_s", 0.5)
     client = Raw(service.socket(over_tcp=True, receive_nbytes=1))
     service._opened.append(client)
     client.ask(1)
@@ -408,7 +408,7 @@ def test_calls_that_nothing_reads_leave_room_for_all_others(service: Service) ->
 
 
 def test_while_many_calls_have_not_arrived_a_connection_has_one_at_a_time(service: Service) -> None:
-    service.port._connections._uploads.most = 2
+    service.port._connections.lanes.uploads.most = 2
     client = raw(service)
     client.ask(1)
     client.answer(1)
@@ -422,13 +422,13 @@ def test_while_many_calls_have_not_arrived_a_connection_has_one_at_a_time(servic
             check_sum(each.answer(stream_id))
     client.send(data(prefixed(REQUEST), 3, end=True), frames.rst_stream(5, ErrorCode.CANCEL))
     check_sum(client.answer(3))
-    wait_until(lambda: service.port._connections._uploads.count == 0)
+    wait_until(lambda: service.port._connections.lanes.uploads.count == 0)
     client.send(headers(PATH, 9))
     client.ask(11)
     check_sum(client.answer(11))
-    assert service.port._connections._uploads.count == 1
+    assert service.port._connections.lanes.uploads.count == 1
     client.close()
-    wait_until(lambda: service.port._connections._uploads.count == 0)
+    wait_until(lambda: service.port._connections.lanes.uploads.count == 0)
 
 
 def test_one_window_of_a_connection_grows(service: Service) -> None:

@@ -28,7 +28,7 @@ class Kept:
     def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
         self.service = service
         self.connections: Http2Connections = service.port._connections
-        self.free_nbytes = self.connections._answers.free_nbytes
+        self.free_nbytes = self.connections.lanes.answers.free_nbytes
         self.client = raw(service, NO_WINDOWS)
         self.client.ask(1)
         self.client.send(frames.window_update(1, 2**16))
@@ -55,8 +55,8 @@ class Kept:
     @property
     def leaves_nothing(self) -> bool:
         return (
-            self.connections._answers.free_nbytes == self.free_nbytes
-            and not self.connections._undelivered._all
+            self.connections.lanes.answers.free_nbytes == self.free_nbytes
+            and not self.connections.lanes.undelivered._all
             and not self.connection.lanes
             and self.service.is_at_rest
         )
@@ -78,7 +78,7 @@ def test_they_take_no_thread_and_no_memory_of_the_arena(kept: Kept) -> None:
     kept.ask()
     assert not kept.lent
     assert kept.service.is_at_rest
-    assert kept.connections._answers.free_nbytes < kept.free_nbytes
+    assert kept.connections.lanes.answers.free_nbytes < kept.free_nbytes
     assert kept.connection not in kept.connections.idle
     take(kept.client, *reversed(STREAMS))
     wait_until(lambda: kept.leaves_nothing)
@@ -86,11 +86,11 @@ def test_they_take_no_thread_and_no_memory_of_the_arena(kept: Kept) -> None:
 
 
 def test_a_call_whose_answer_is_kept_counts_as_arrived(kept: Kept) -> None:
-    uploads, message = kept.connections._uploads, prefixed(REQUEST)
+    uploads, message = kept.connections.lanes.uploads, prefixed(REQUEST)
     kept.client.send(headers(PATH, 3), data(message[:100], 3))
     wait_until(lambda: uploads.count == 1)
     kept.client.send(data(message[100:], 3, end=True))
-    wait_until(lambda: len(kept.connections._undelivered._all) == 1)
+    wait_until(lambda: len(kept.connections.lanes.undelivered._all) == 1)
     assert uploads.count == 0
     take(kept.client, 3)
     wait_until(lambda: kept.leaves_nothing)
@@ -103,7 +103,7 @@ def test_beyond_a_bound_they_wait_in_threads(kept: Kept, monkeypatch: pytest.Mon
     if of == "a connection":
         monkeypatch.setattr(outbound, "_MOST_KEPT_NBYTES", most)
     else:
-        kept.connections._answers.free_nbytes = kept.free_nbytes = most
+        kept.connections.lanes.answers.free_nbytes = kept.free_nbytes = most
     for stream_id in STREAMS:
         kept.client.ask(stream_id)
     wait_until(lambda: len(kept.lent) == 1)
@@ -130,7 +130,7 @@ def test_one_that_its_client_no_longer_wants_is_dropped(kept: Kept) -> None:
     kept.ask()
     first, *others = STREAMS
     kept.client.send(frames.rst_stream(first, ErrorCode.CANCEL))
-    wait_until(lambda: len(kept.connections._undelivered._all) == len(others))
+    wait_until(lambda: len(kept.connections.lanes.undelivered._all) == len(others))
     take(kept.client, *others)
     wait_until(lambda: kept.leaves_nothing)
 

@@ -1,0 +1,1 @@
+"""Calls of connections that may have several at a time: each has a lane."""
