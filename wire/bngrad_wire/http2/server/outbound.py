@@ -140,7 +140,7 @@ class KeptAnswers:
     """Bounds what all connections together keep for clients that have no room for it now.
 
     Attributes:
-        free_nbytes: How much more they may keep; answers without which their calls would wait for ever may exceed it.
+        free_nbytes: How much more answers they may keep; other frames, such as trailers, are kept in any case.
     """
 
     def __init__(self, free_nbytes: int) -> None:
