@@ -24,6 +24,9 @@ TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 _DEFAULT_OPTIONS: dict[str, Any] = {
     "grpc.max_send_message_length": -1,
     "grpc.max_receive_message_length": -1,
+    # `CallRunner` tries again. grpcio's own attempts can leave a streamed call without an end, beyond its deadline, too
+    # (grpcio 1.85.1, messages of more than its buffer of 256 KiB, while the server is started again).
+    "grpc.enable_retries": 0,
     # An HTTP proxy from the environment would be used for localhost too.
     "grpc.enable_http_proxy": 0,
     # grpcio itself would wait for up to two minutes before it connects to a server that is back.

@@ -172,7 +172,11 @@ class TransferWatchdog:
 
         For what holds no memory that others wait for.
         """
-        return _Wait(self, rpc, self._timeout_s + nbytes / _LEAST_BYTES_PER_S, rpc.abort)
+        return _Wait(self, rpc, self.allowance_s(nbytes), rpc.abort)
+
+    def allowance_s(self, nbytes: int) -> float:
+        """How long a transfer may take that holds no memory that others wait for."""
+        return self._timeout_s + nbytes / _LEAST_BYTES_PER_S
 
     def awaits_request(self, rpc: RpcContext) -> AbstractContextManager[None]:
         """Does as `watched` for a block that receives the next request of a call; after `drain` it ends at once.

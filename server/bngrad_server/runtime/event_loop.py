@@ -153,8 +153,9 @@ class EventLoop:
         self._priority_readers[fd] = callback
 
     def remove_priority_reader(self, fd: int) -> None:
-        """Undoes `add_priority_reader`."""
-        del self._priority_readers[fd]
+        """Undoes `add_priority_reader`, at the latest in the callback that closes the descriptor."""
+        if self._priority_readers.pop(fd, None) is None:
+            return
         with contextlib.suppress(OSError):  # it was closed
             self._priority_epoll.unregister(fd)
 
@@ -236,9 +237,11 @@ class EventLoop:
             _call(callback)
 
     def _run_priority_readers(self) -> None:
-        if self._priority_readers and (events := self._priority_epoll.poll(0)):
+        most = -1 if self._cpu_share is None else _MAX_LIMITED
+        if self._priority_readers and (events := self._priority_epoll.poll(0, most)):
             for fd, _ in events:
-                _call(self._priority_readers[fd])
+                if (callback := self._priority_readers.get(fd)) is not None:  # None if one before has removed it
+                    _call(callback)
             self._after_events()
 
     def _after_events(self) -> float:

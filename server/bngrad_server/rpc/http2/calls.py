@@ -73,6 +73,7 @@ class Http2Calls:
             on_breach,
             self._on_readable,
             self._end_call,
+            servicer.transfers.allowance_s,
             has_long_calls=computed_nbytes > 0,
         )
         self._event_loop = event_loop

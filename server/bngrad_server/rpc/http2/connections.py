@@ -54,6 +54,7 @@ class Http2Connections:
         on_breach: Callable[[str, float], object],
         on_readable: Callable[[Connection], None],
         on_release: Callable[[Caller], None],
+        allowance_s: Callable[[int], float],
         *,
         has_long_calls: bool = False,
     ) -> None:
@@ -65,13 +66,14 @@ class Http2Connections:
             on_breach: Called with the client of a connection that broke the protocol, and what that counts for.
             on_readable: Reads from a connection, if that is watched.
             on_release: Ends the call of a caller that a thread has given back, or that is no longer of the port.
+            allowance_s: How long a client may take for so many bytes of an answer.
             has_long_calls: Whether larger calls keep the event loop, as they are computed there.
         """
         self.drained = threading.Event()
         self.idle: dict[Connection, None] = {}
         self.readers = Readers(event_loop, on_readable, self._on_end, has_long_calls=has_long_calls)
         self.lent = Lending(event_loop, self._log_failure, self._after_thread)
-        self.lanes = Lanes(event_loop, self.readers, self._is_served, self._after_call, self.fail)
+        self.lanes = Lanes(event_loop, self.readers, self._is_served, self._after_call, self.fail, allowance_s)
         self._metrics = metrics
         self._on_breach = on_breach
         self._on_readable = on_readable
@@ -268,10 +270,11 @@ class Http2Connections:
     def end_soon(self, connection: Connection) -> None:
         """Closes a connection after the calls that it has."""
         connection.is_outdated = True
+        if connection.http.is_multiplexed:
+            connection.http.goaway()
         if connection in self.idle:
             self._close_once_delivered(connection)
         elif connection.lanes:
-            connection.http.goaway()
             self.lanes.settle(connection)
 
     def abort(self) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -261,3 +262,39 @@ def test_a_descriptor_whose_end_is_awaited_is_not_read_before() -> None:
         assert ended.wait(20)
         loop.stop(20)
         assert near.recv(16) == b"unread"
+
+
+def test_a_limited_loop_has_turns_for_all_although_many_come_before_others() -> None:
+    loop, counts = EventLoop("limited", 0.5), Counter[int]()
+    ready, other = [os.eventfd(1) for _ in range(8)], os.eventfd(1)
+    for fd in ready:
+        loop.add_priority_reader(fd, partial(counts.update, [fd]))
+    loop.add_reader(other, partial(counts.update, [other]))
+    loop.start()
+    wait_until(lambda: all(counts[fd] > 2 for fd in (*ready, other)))
+    assert sum(counts[fd] for fd in ready) > counts[other]
+    loop.stop(20)
+    for fd in (*ready, other):
+        os.close(fd)
+
+
+def test_a_callback_may_remove_another_one_that_comes_before_others() -> None:
+    loop, ran = EventLoop("test"), list[int]()
+    ready = {os.eventfd(1) for _ in range(2)}
+
+    def remove_all(fd: int) -> None:
+        ran.append(fd)
+        for each in ready:
+            loop.remove_priority_reader(each)
+
+    for fd in ready:
+        loop.add_priority_reader(fd, partial(remove_all, fd))
+    loop.start()
+    wait_until(lambda: bool(ran))
+    done = threading.Event()
+    loop.call_soon(done.set)
+    assert done.wait(20)
+    assert len(ran) == 1
+    loop.stop(20)
+    for fd in ready:
+        os.close(fd)

@@ -165,9 +165,9 @@ class MultiplexedConnection(DeliveringConnection):
         if not stream.peer_ended:
             self.expect_late_frames(stream_id)
 
-    def has_unsent_data(self, stream_id: int) -> bool:
-        """Whether DATA of a call's answer was not sent yet."""
-        return self._queue.data_nbytes_of(stream_id) > 0
+    def unsent_data_nbytes(self, stream_id: int) -> int:
+        """How much DATA of a call's answer was not sent yet."""
+        return self._queue.data_nbytes_of(stream_id)
 
     def take_sent(self) -> list[int]:
         """Returns the streams of which all was sent, or withdrawn, since the last time; some may send more."""

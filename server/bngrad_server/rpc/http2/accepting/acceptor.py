@@ -36,7 +36,7 @@ class Acceptor:
         while self._waiting:
             listener = self._waiting[0]
             try:
-                self._event_loop.add_reader(listener.fileno(), partial(self._accept, listener))
+                self._event_loop.add_priority_reader(listener.fileno(), partial(self._accept, listener))
             except OSError as error:  # no memory, or too many descriptors are watched
                 logger.warning("cannot watch a listening socket: %s", error)
                 return
@@ -45,7 +45,7 @@ class Acceptor:
     def close(self) -> None:
         """Closes the listeners."""
         for listener in self._listeners:
-            self._event_loop.remove_reader(listener.fileno())
+            self._event_loop.remove_priority_reader(listener.fileno())
             listener.close()
         self._listeners.clear()
         self._waiting.clear()
@@ -58,7 +58,7 @@ class Acceptor:
                 return
             except OSError as error:  # mostly, there are no file descriptors left
                 logger.warning("cannot accept a connection: %s", error)
-                self._event_loop.remove_reader(listener.fileno())
+                self._event_loop.remove_priority_reader(listener.fileno())
                 self._waiting.append(listener)  # until `resume`
                 return
             self._on_accept(sock, local_client(sock) if sock.family == socket.AF_UNIX else str(address[0]))

@@ -26,6 +26,7 @@ class Stranger:
         resumes_at: Until when it is left alone, for breaches of its peer; infinite if it is not.
         until: When it is closed.
         turns: How often it was read from.
+        is_new: Whether it is read from before those that have said much already.
         has_ended: Whether it is read no more, until it is closed.
         http: The HTTP/2 connection, after the handshake.
         introduction: Hands it over with its first call, once that is known to be good.
@@ -40,6 +41,7 @@ class Stranger:
         self.resumes_at = math.inf
         self.until = math.inf
         self.turns = 0
+        self.is_new = True
         self.has_ended = False
         self.http = http
         self.introduction: Callable[[], None] | None = None

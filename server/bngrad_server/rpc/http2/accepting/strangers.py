@@ -36,7 +36,7 @@ _LOCAL_PLACES = 64
 _MAX_TURNS = 64
 """How often a stranger is read from: a client that begins a call at once needs two or three turns."""
 _FIRST_TURNS = 4
-"""After these, what a client has left behind is not read."""
+"""After these, others come first, and what a client has left behind is not read."""
 _HANDSHAKE_TIMEOUT_S = 10.0
 _CALL_TIMEOUT_S = 5.0
 _LAST_WORDS_S = 1.0
@@ -153,7 +153,7 @@ class Strangers:
             self._end(stranger, "handshake", _HANDSHAKE_SCORE)
             return
         if is_done:
-            self._event_loop.remove_reader(stranger.fd)
+            self._unwatch(stranger)
             self._greet(stranger)
 
     def _greet(self, stranger: Stranger) -> None:
@@ -162,7 +162,7 @@ class Strangers:
                 http2.set_timeout(stranger.sock, _CALL_TIMEOUT_S)
                 stranger.http = http2.MultiplexedConnection(stranger.sock)
             stranger.http.blocking = False
-            self._event_loop.add_reader(stranger.fd, partial(self._read, stranger))
+            self._event_loop.add_priority_reader(stranger.fd, partial(self._read, stranger))
         except Exception as error:  # the client is gone already, or there is no memory
             self._fail(stranger, error)
             return
@@ -176,8 +176,8 @@ class Strangers:
             return
         stranger.turns += 1
         try:
-            if stranger.turns > _FIRST_TURNS and stranger.has_left:
-                raise http2.PeerGoneError("the client left a flood behind")
+            if stranger.turns > _FIRST_TURNS:
+                self._put_off(stranger)
             call = http.accept_nonblocking()
             if call is not None and self._is_good(stranger, http, call):
                 return
@@ -192,6 +192,19 @@ class Strangers:
         elif http.has_pending_input:
             self._event_loop.call_soon(partial(self._read, stranger))
 
+    def _put_off(self, stranger: Stranger) -> None:
+        """Reads from a stranger after new ones and listeners from now on, and no more if its client has left."""
+        if stranger.has_left:
+            raise http2.PeerGoneError("the client left a flood behind")
+        if stranger.is_new:
+            stranger.is_new = False
+            self._unwatch(stranger)
+            self._event_loop.add_reader(stranger.fd, partial(self._read, stranger))
+
+    def _unwatch(self, stranger: Stranger) -> None:
+        self._event_loop.remove_priority_reader(stranger.fd)
+        self._event_loop.remove_reader(stranger.fd)
+
     def _is_good(self, stranger: Stranger, http: http2.MultiplexedConnection, call: http2.ServerCall) -> bool:
         """Hands over a connection with its first call if that may be made; refuses it otherwise."""
         if call.failure is not None:  # reset at once
@@ -203,7 +216,7 @@ class Strangers:
         except Exception as error:
             refuse(call, error)
             return False
-        self._event_loop.remove_reader(stranger.fd)
+        self._unwatch(stranger)
         stranger.introduction = partial(self._welcome, stranger.sock, http, handler, call, rpc)
         client = peer_of(rpc.client)
         delay_s = self._penalties.delay_s(client)
@@ -265,7 +278,7 @@ class Strangers:
         """Reads no more of a connection; to close it now would take a refusal from its client that is still unread."""
         self._metrics.refused_connection("protocol")
         self._penalties.add(stranger.peer, _BREACH_SCORE)
-        self._event_loop.remove_reader(stranger.fd)
+        self._unwatch(stranger)
         stranger.has_ended = True
         stranger.until = time.monotonic() + _LAST_WORDS_S
         try:
@@ -276,7 +289,7 @@ class Strangers:
 
     def _close(self, stranger: Stranger) -> None:
         self._forget(stranger)
-        self._event_loop.remove_reader(stranger.fd)
+        self._unwatch(stranger)
         if stranger.http is None:
             stranger.sock.close()
         else:

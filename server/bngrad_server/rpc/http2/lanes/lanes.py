@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -18,10 +19,6 @@ _LARGE_UPLOADS_NBYTES = 2**25
 """How much memory may be taken to receive those whole that are large: up to 4 MB each."""
 _KEPT_NBYTES = 2**25
 """How much memory answers may take for which their clients have no room: up to 4 MB for each connection."""
-_UNSENT_TIMEOUT_S = 30.0
-"""How long a client may take nothing of what there is for it, of all its calls on a connection."""
-_UNDELIVERED_TIMEOUT_S = 60.0
-"""How long it may take nothing of the answer of one of them."""
 
 
 class Lanes:
@@ -31,7 +28,7 @@ class Lanes:
         uploads: Bounds the calls that have not arrived whole.
         answers: Bounds the answers for which clients have no room.
         unsent: The connections of which something is unsent.
-        undelivered: The lanes whose calls have ended, but for the rest of their answers.
+        undelivered: The lanes whose calls have ended, but for the rest of their answers, and until when they may wait.
     """
 
     def __init__(
@@ -41,6 +38,7 @@ class Lanes:
         is_served: Callable[[Connection], bool],
         on_end: Callable[[Connection], None],
         on_error: Callable[[Connection, Exception], None],
+        allowance_s: Callable[[int], float],
     ) -> None:
         """Has no lanes yet.
 
@@ -50,16 +48,18 @@ class Lanes:
             is_served: Whether a connection is open, and not about to be closed.
             on_end: Called with a connection after one of its calls has ended.
             on_error: Closes a connection.
+            allowance_s: How long a client may take for so many bytes of an answer.
         """
         self.uploads = http2.Uploads(_UPLOADS, _LARGE_UPLOADS_NBYTES)
         self.answers = http2.KeptAnswers(_KEPT_NBYTES)
-        self.unsent: Unsent[Connection] = Unsent(lambda connection: connection.http.io.moved, _UNSENT_TIMEOUT_S)
-        self.undelivered: Unsent[Lane] = Unsent(lambda lane: lane.lane.io.moved, _UNDELIVERED_TIMEOUT_S)
+        self.unsent = Unsent()
+        self.undelivered: dict[Lane, float] = {}
         self._event_loop = event_loop
         self._readers = readers
         self._is_served = is_served
         self._on_end = on_end
         self._on_error = on_error
+        self._allowance_s = allowance_s
 
     def multiplex(self, connection: Connection, wait_s: float) -> http2.Lane:
         """Lets a connection make several calls; see `bngrad_wire.http2.MultiplexedConnection.multiplex`."""
@@ -82,7 +82,7 @@ class Lanes:
     def end(self, lane: Lane) -> None:
         """Ends the call of a lane, at once."""
         connection = lane.connection
-        self.undelivered.discard(lane)
+        self.undelivered.pop(lane, None)
         connection.handler.saw_malformed |= lane.handler.saw_malformed
         if connection.lanes.pop(lane.stream_id, None) is None:  # the connection has been closed meanwhile
             lane.handler.close()
@@ -97,9 +97,9 @@ class Lanes:
     def end_once_delivered(self, lane: Lane) -> None:
         """Ends the call of a lane once its answer has been sent."""
         http = lane.connection.http
-        if http.has_unsent_data(lane.stream_id):
+        if nbytes := http.unsent_data_nbytes(lane.stream_id):
             http.end_upload(lane.stream_id)
-            self.undelivered.add(lane)
+            self.undelivered[lane] = time.monotonic() + self._allowance_s(nbytes)
         else:
             self.end(lane)
 
@@ -114,10 +114,7 @@ class Lanes:
                 if not self._is_served(connection):
                     return
             self._readers.watch_lanes(connection)
-            if connection.http.has_unsent:
-                self.unsent.add(connection)
-            else:
-                self.unsent.discard(connection)
+            self.unsent.note(connection)
         except Exception as error:
             self._on_error(connection, error)
 
@@ -131,15 +128,16 @@ class Lanes:
         connection.http.is_corked = False
 
     def give_up_overdue(self) -> Iterator[Connection]:
-        """Ends the calls whose answers are not taken; yields the connections of which nothing is."""
-        for lane in self.undelivered.overdue():
-            lane.lane.lose("its client took nothing of the answer in time")
+        """Ends the calls whose answers are taken too slowly; yields the connections of which nothing is taken."""
+        now = time.monotonic()
+        for lane in [lane for lane, until in self.undelivered.items() if until <= now]:
+            lane.lane.lose("its client is too slow")
             self.end(lane)
         yield from self.unsent.overdue()
 
     def forget(self, connection: Connection) -> None:
         """Forgets the lanes of a connection."""
         for lane in connection.lanes.values():
-            self.undelivered.discard(lane)
+            self.undelivered.pop(lane, None)
         connection.lanes.clear()
         self.unsent.discard(connection)

@@ -181,6 +181,23 @@ def test_what_a_stranger_that_flooded_has_left_behind_is_not_read(
     assert not port._event_loop._readers.keys() & {turns[0].io._sock.fileno()}
 
 
+def test_new_strangers_come_before_those_that_have_said_much(service: Service) -> None:
+    port, sock = service.port._strangers, service.socket()
+    loop = port._event_loop
+    sock.sendall(PREFACE + REFUSED)
+    wait_until(lambda: any(stranger.turns for stranger in list(port._all)))
+    (stranger,) = port._all
+    assert stranger.fd in loop._priority_readers
+    while stranger.turns <= strangers._FIRST_TURNS:
+        sock.sendall(PING)
+        time.sleep(0.005)
+    wait_until(lambda: stranger.fd in loop._readers)
+    assert stranger.fd not in loop._priority_readers
+    sock.close()
+    wait_until(lambda: not port._all)
+    wait_until(lambda: stranger.fd not in loop._readers)
+
+
 def test_nothing_is_kept_of_a_stranger_that_broke_the_protocol(service: Service) -> None:
     readers = service.port._strangers._event_loop._readers
     before = set(readers)

@@ -56,7 +56,7 @@ class Kept:
     def leaves_nothing(self) -> bool:
         return (
             self.connections.lanes.answers.free_nbytes == self.free_nbytes
-            and not self.connections.lanes.undelivered._all
+            and not self.connections.lanes.undelivered
             and not self.connection.lanes
             and self.service.is_at_rest
         )
@@ -90,7 +90,7 @@ def test_a_call_whose_answer_is_kept_counts_as_arrived(kept: Kept) -> None:
     kept.client.send(headers(PATH, 3), data(message[:100], 3))
     wait_until(lambda: uploads.count == 1)
     kept.client.send(data(message[100:], 3, end=True))
-    wait_until(lambda: len(kept.connections.lanes.undelivered._all) == 1)
+    wait_until(lambda: len(kept.connections.lanes.undelivered) == 1)
     assert uploads.count == 0
     take(kept.client, 3)
     wait_until(lambda: kept.leaves_nothing)
@@ -130,7 +130,7 @@ def test_one_that_its_client_no_longer_wants_is_dropped(kept: Kept) -> None:
     kept.ask()
     first, *others = STREAMS
     kept.client.send(frames.rst_stream(first, ErrorCode.CANCEL))
-    wait_until(lambda: len(kept.connections.lanes.undelivered._all) == len(others))
+    wait_until(lambda: len(kept.connections.lanes.undelivered) == len(others))
     take(kept.client, *others)
     wait_until(lambda: kept.leaves_nothing)
 

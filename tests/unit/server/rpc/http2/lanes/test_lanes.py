@@ -6,6 +6,7 @@ import itertools
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -36,7 +37,7 @@ from bngrad_server.codec.ops import OPS
 from bngrad_server.memory import transfer_watchdog
 from bngrad_server.rpc.http2.handlers import Http2Handler
 from bngrad_server.rpc.http2.lanes import watches
-from bngrad_server.rpc.http2.limits import waste
+from bngrad_server.rpc.http2.limits import unsent, waste
 from bngrad_server.rpc.other_calls import WATCH_PATH
 from bngrad_server.rpc.servicer import EXCHANGE_PATH
 from bngrad_wire import messages
@@ -349,17 +350,22 @@ def test_a_slow_upload_is_refused_and_other_calls_go_on(service: Service, monkey
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_a_client_that_does_not_take_an_answer_loses_that_call_alone(
-    service: Service, monkeypatch: pytest.MonkeyPatch, is_kept: bool
+@pytest.mark.parametrize("is_dripped", [True, False])
+def test_a_client_that_does_not_take_an_answer_in_time_loses_that_call_alone(
+    service: Service, monkeypatch: pytest.MonkeyPatch, is_kept: bool, is_dripped: bool
 ) -> None:
-    connections = service.port._connections
     if is_kept:
-        monkeypatch.setattr(connections.lanes.undelivered, "_timeout_s", 0.5)
+        monkeypatch.setattr(service.servicer.transfers, "_timeout_s", 0.5)
     else:
-        connections.lanes.answers.free_nbytes = 0
+        service.port._connections.lanes.answers.free_nbytes = 0
         monkeypatch.setattr(transfer_watchdog, "_WINDOW_S", 0.5)
     client = raw(service, frames.PREFACE + frames.settings({frames.INITIAL_WINDOW_SIZE: 0}))
     client.ask(1)
+    until = time.monotonic() + TIMEOUT_S
+    while is_dripped and not client.has_received(frames.RST_STREAM, 1):
+        assert time.monotonic() < until
+        client.send(frames.window_update(1, 1))
+        time.sleep(0.02)
     assert client.code(frames.RST_STREAM, 1) == CALM
     client.ask(3)
     client.send(frames.window_update(3, 2000))
@@ -368,7 +374,7 @@ def test_a_client_that_does_not_take_an_answer_loses_that_call_alone(
 
 
 def test_a_client_that_reads_nothing_is_closed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service.port._connections.lanes.unsent, "_timeout_s", 0.5)
+    monkeypatch.setattr(unsent, "_TIMEOUT_S", 0.5)
     client = Raw(service.socket(over_tcp=True, receive_nbytes=1))
     service._opened.append(client)
     client.ask(1)
@@ -526,6 +532,16 @@ def test_the_connection_ends_after_its_calls_when_the_server_stops(service: Serv
         with pytest.raises(EOFError):
             client.next(frames.DATA, first)
         stopped.result(TIMEOUT_S)
+
+
+def test_a_connection_without_a_call_is_told_that_the_server_stops(service: Service) -> None:
+    client = raw(service)
+    client.ask(1)
+    client.answer(1)
+    service.port.stop(TIMEOUT_S)
+    assert client.code(frames.GOAWAY, 0) == ErrorCode.NO_ERROR
+    with pytest.raises(EOFError):
+        client.next(frames.DATA, 1)
 
 
 def test_the_connection_ends_when_its_last_call_is_cancelled_while_the_server_stops(
