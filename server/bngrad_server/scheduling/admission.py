@@ -33,6 +33,7 @@ class Admission:
     twice the number of requests, so that no client is kept out by the requests of another.
 
     Attributes:
+        limits_clients: Whether a client may have so many requests or bytes alone.
         admitted: How many requests are admitted now.
         on_leave: What is called when a request has left, if clients have limits.
     """
@@ -41,7 +42,7 @@ class Admission:
         self, max_requests: int, max_wait_s: float, max_client_requests: int = 0, max_client_bytes: int = 0
     ) -> None:
         """See `bngrad_server.config.ServerConfig`, whose settings these are."""
-        self._limits_clients = max_client_requests > 0 or max_client_bytes > 0
+        self.limits_clients = max_client_requests > 0 or max_client_bytes > 0
         self._max_client_requests = max_client_requests or math.inf
         self._max_client_bytes = max_client_bytes or math.inf
         self._max_requests = max_requests
@@ -63,7 +64,7 @@ class Admission:
 
     def room(self, client: str) -> float:
         """How many bytes of tensors a client may have besides those of its requests; infinite without a limit."""
-        if not self._limits_clients:
+        if not self.limits_clients:
             return math.inf
         with self._mutex:
             return self._max_client_bytes - self._held(client)
@@ -130,7 +131,7 @@ class Admission:
                 del self._requests_of[client], self._work_of[client]
                 self._refused_of.pop(client, None)
             self._measure(work if computed else 0)
-        if self._limits_clients:
+        if self.limits_clients:
             for callback in self.on_leave:
                 callback()
 
@@ -165,7 +166,7 @@ class Admission:
         return self.admitted - self._transfers >= _BUSY_REQUESTS
 
     def _check(self, client: str, work: int, deadline: float | None) -> None:
-        if self._limits_clients:
+        if self.limits_clients:
             self._check_client(client, work)
         if self.admitted < min(_ALWAYS_REQUESTS, self._max_requests):
             return

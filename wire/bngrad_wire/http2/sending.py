@@ -122,7 +122,12 @@ class SendingStream(Stream):
 
     def has_window_for(self, sizes: Sequence[int]) -> bool:
         """Whether the windows have room for messages of these sizes."""
-        return sum(sizes) + len(sizes) * PREFIX.size <= self.send_room
+        return self.sent_nbytes(sizes) <= self.send_room
+
+    @staticmethod
+    def sent_nbytes(sizes: Sequence[int]) -> int:
+        """Returns how many bytes messages of these sizes have, with their prefixes."""
+        return sum(sizes) + len(sizes) * PREFIX.size
 
     @property
     def send_room(self) -> int:

@@ -128,7 +128,8 @@ class Http2Handler:
         """
         if call.path in self._others:
             return self._answer_other_at_once(call, received[0])
-        responses = self._servicer.answer_at_once(call.path, received, rpc, call.answer_room, in_event_loop=True)
+        room = self._answer_room(call)
+        responses = self._servicer.answer_at_once(call.path, received, rpc, room, in_event_loop=True)
         if responses is None:
             return False
         call.answer(responses, self._load_trailers())
@@ -174,7 +175,7 @@ class Http2Handler:
         """
         responses = list(self._servicer.messages_of(staged, _chunk_nbytes(call)))
         sizes = [sum(map(len, pieces)) for pieces in responses]
-        if sum(sizes) > _AT_ONCE_NBYTES or not call.has_room_to_answer(sizes):
+        if sum(sizes) > _AT_ONCE_NBYTES or call.sent_nbytes(sizes) > self._answer_room(call):
             return False
         call.answer(list(map(b"".join, responses)), self._load_trailers())
         return True
@@ -194,11 +195,15 @@ class Http2Handler:
         self.saw_malformed = isinstance(error, DecodeError)
         refuse(call, error)
 
+    def _answer_room(self, call: http2.ServerCall) -> float:
+        """How many bytes an answer may have; where clients have limits, unread ones count, so none is kept."""
+        return call.send_room if self._servicer.admission.limits_clients else call.answer_room
+
     def _answer_other_at_once(self, call: http2.ServerCall, message: Buffer) -> bool:
         if call.path == REFLECTION_PATH or len(message) > _OTHER_NBYTES:
             return False
         response = self._others[call.path](bytes(message))
-        if not call.has_room_to_answer([len(response)]):
+        if not call.has_window_for([len(response)]):
             return False
         call.answer([response])
         return True

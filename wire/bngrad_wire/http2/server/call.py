@@ -69,10 +69,6 @@ class ServerCall(BaseCall):
         """How many bytes the messages of `answer` may have, with their prefixes, if it is not to wait."""
         return min(self.send_window, self._connection.answer_room)
 
-    def has_room_to_answer(self, sizes: Sequence[int]) -> bool:
-        """Whether there is room for an answer of messages of these sizes."""
-        return sum(sizes) + len(sizes) * PREFIX.size <= self.answer_room
-
     def answer(self, messages: Sequence[bytes], trailers: bytes = b"") -> None:
         """Sends the whole response, of some messages, and ends the call with status OK; see `end`.
 

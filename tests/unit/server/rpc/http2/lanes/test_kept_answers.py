@@ -97,6 +97,16 @@ def test_a_call_whose_answer_is_kept_counts_as_arrived(kept: Kept) -> None:
     assert uploads.count == 0
 
 
+def test_where_clients_have_limits_they_count_and_none_is_kept(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept.service.engine.admission, "limits_clients", True)
+    for stream_id in STREAMS:
+        kept.client.ask(stream_id)
+    wait_until(lambda: len(kept.lent) == ANSWERS)
+    assert kept.service.engine.admission.admitted == ANSWERS
+    take(kept.client, *STREAMS)
+    wait_until(lambda: kept.leaves_nothing)
+
+
 @pytest.mark.parametrize("of", ["a connection", "all connections"])
 def test_beyond_a_bound_they_wait_in_threads(kept: Kept, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
     most = (ANSWERS - 1) * kept.answer_nbytes + kept.answer_nbytes // 2
