@@ -25,7 +25,7 @@ class Stranger:
         is_local: Whether it came over a Unix socket.
         resumes_at: Until when it is left alone, for breaches of its peer; infinite if it is not.
         until: When it is closed.
-        turns: How often it was read from.
+        turns: How often it was read from, in its handshake or afterwards.
         is_new: Whether it is read from before those that have said much already.
         has_ended: Whether it is read no more, until it is closed.
         http: The HTTP/2 connection, after the handshake.

@@ -139,14 +139,17 @@ class Strangers:
             return
         try:
             stranger.begin_handshake(self._certificates.context)
-            self._event_loop.add_reader(stranger.fd, partial(self._shake_hands, stranger))
+            self._event_loop.add_priority_reader(stranger.fd, partial(self._shake_hands, stranger))
         except Exception as error:  # the client is gone already, or there is no memory
             self._fail(stranger, error)
             return
         stranger.until = time.monotonic() + _HANDSHAKE_TIMEOUT_S
 
     def _shake_hands(self, stranger: Stranger) -> None:
+        stranger.turns += 1
         try:
+            if stranger.turns > _FIRST_TURNS:
+                self._put_off(stranger, self._shake_hands)
             is_done = stranger.shake_hands()
         except (OSError, ValueError) as error:
             logger.debug("a handshake with %s failed: %s", stranger.client, error)
@@ -162,6 +165,7 @@ class Strangers:
                 http2.set_timeout(stranger.sock, _CALL_TIMEOUT_S)
                 stranger.http = http2.MultiplexedConnection(stranger.sock)
             stranger.http.blocking = False
+            stranger.turns, stranger.is_new = 0, True
             self._event_loop.add_priority_reader(stranger.fd, partial(self._read, stranger))
         except Exception as error:  # the client is gone already, or there is no memory
             self._fail(stranger, error)
@@ -177,7 +181,7 @@ class Strangers:
         stranger.turns += 1
         try:
             if stranger.turns > _FIRST_TURNS:
-                self._put_off(stranger)
+                self._put_off(stranger, self._read)
             call = http.accept_nonblocking()
             if call is not None and self._is_good(stranger, http, call):
                 return
@@ -192,14 +196,14 @@ class Strangers:
         elif http.has_pending_input:
             self._event_loop.call_soon(partial(self._read, stranger))
 
-    def _put_off(self, stranger: Stranger) -> None:
+    def _put_off(self, stranger: Stranger, read: Callable[[Stranger], None]) -> None:
         """Reads from a stranger after new ones and listeners from now on, and no more if its client has left."""
         if stranger.has_left:
             raise http2.PeerGoneError("the client left a flood behind")
         if stranger.is_new:
             stranger.is_new = False
             self._unwatch(stranger)
-            self._event_loop.add_reader(stranger.fd, partial(self._read, stranger))
+            self._event_loop.add_reader(stranger.fd, partial(read, stranger))
 
     def _unwatch(self, stranger: Stranger) -> None:
         self._event_loop.remove_priority_reader(stranger.fd)
