@@ -212,8 +212,8 @@ class Http2Connections:
                 self._watch(connection)
                 self.readers.read_soon(connection)
         for connection in chain(self.readers.overdue(self._has_no_thread), self.lanes.give_up_overdue()):
-            self._metrics.refused_connection("silent")
             self._on_breach(connection.client, _BREACH_SCORE)
+            self._metrics.refused_connection("silent")
             self._close(connection)
         for connection in self._closing:
             self._close_once_delivered(connection)
@@ -246,8 +246,8 @@ class Http2Connections:
     def _log_failure(self, caller: Caller, error: Exception) -> None:
         """Logs why a connection or lane ends, and counts a client's breach of the protocol."""
         if isinstance(error, http2.ProtocolError):
-            self._metrics.refused_connection("protocol")
             self._on_breach(caller.client, _BREACH_SCORE)
+            self._metrics.refused_connection("protocol")
         if isinstance(error, (ConnectionError, TimeoutError)):
             logger.debug("a connection ended: %s", error)
         else:

@@ -101,7 +101,7 @@ class Strangers:
 
     def penalise(self, client: str, score: float) -> None:
         """Delays the next connections of a client that broke the protocol; for any thread."""
-        self._event_loop.call_soon(partial(self._penalties.add, peer_of(client), score))
+        self._penalties.add(peer_of(client), score)
 
     def take_back(self, sock: socket.socket, http: http2.MultiplexedConnection, client: str) -> None:
         """Makes a connection a stranger again, whose token is no longer valid; for any thread.
@@ -273,15 +273,15 @@ class Strangers:
 
     def _end(self, stranger: Stranger, reason: str | None, score: float = _LEFT_SCORE) -> None:
         """Closes a connection for one of the reasons that are counted, and remembers its peer."""
+        self._penalties.add(stranger.peer, score)
         if reason is not None:
             self._metrics.refused_connection(reason)
-        self._penalties.add(stranger.peer, score)
         self._close(stranger)
 
     def _end_later(self, stranger: Stranger, http: http2.MultiplexedConnection) -> None:
         """Reads no more of a connection; to close it now would take a refusal from its client that is still unread."""
-        self._metrics.refused_connection("protocol")
         self._penalties.add(stranger.peer, _BREACH_SCORE)
+        self._metrics.refused_connection("protocol")
         self._unwatch(stranger)
         stranger.has_ended = True
         stranger.until = time.monotonic() + _LAST_WORDS_S

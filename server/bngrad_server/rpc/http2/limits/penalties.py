@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import ipaddress
+import threading
 import time
 from collections.abc import Callable
 
@@ -19,14 +20,19 @@ _HALF_LIFE_S = 2.0
 
 
 class Penalties:
-    """The scores of peers, which fade within seconds. A peer is what `peer_of` returns, or an authenticated client."""
+    """The scores of peers, which fade within seconds; for any thread.
+
+    A peer is what `peer_of` returns, or an authenticated client.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._scores = FadingCounts(_HALF_LIFE_S, clock, _MAX_SCORE)
+        self._mutex = threading.Lock()
 
     def add(self, peer: str, score: float) -> None:
         """Counts a breach."""
-        self._scores.add(peer, score)
+        with self._mutex:
+            self._scores.add(peer, score)
 
     def delay_s(self, peer: str) -> float:
         """Returns how long the next connection of a peer has to wait."""

@@ -265,6 +265,14 @@ def test_a_client_that_broke_the_protocol_waits_wherever_it_comes_from(
     assert time.monotonic() - began >= 0.9 * DELAY_S
 
 
+def test_a_breach_counts_at_once_since_new_connections_are_read_before_callbacks(service: Service) -> None:
+    port, go_on = service.port._strangers, threading.Event()
+    port._event_loop.call_soon(partial(wait_until, go_on.is_set))
+    port.penalise("192.0.2.1", 4.0)
+    assert score_of(service, "192.0.2.1") > 0
+    go_on.set()
+
+
 def test_a_client_that_broke_the_protocol_is_not_trusted_on_its_next_connection(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
