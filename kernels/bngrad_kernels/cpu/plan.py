@@ -82,12 +82,13 @@ _CACHE_NBYTES = max(machine.cache_nbytes(), 32 << 20)
 """What a tensor is measured against: some virtual machines hide the third-level cache."""
 _FAR_FROM_NBYTES = min(_CACHE_NBYTES * 3 // 8, 96 << 20)
 """The size of tensors from which on they are prefetched to the second-level cache too: three of them then exceed the
-cache. An AMD EPYC waits for few lines of memory in its first-level cache; a Zen 4 then mostly takes a sixth to a third
-less time. A Xeon with a cache of 260 MiB reads smaller ones from there, and would take 4 % longer. One with 480 MiB, of
-which a virtual machine has a part, takes 1 to 2 % less time from 96 MiB on."""
+cache, or the part of a larger one that a virtual machine may have. An AMD EPYC waits for few lines of memory in its
+first-level cache; a Zen 4 then mostly takes a sixth to a third less time. A Xeon with a cache of 260 MiB reads smaller
+ones from there, and would take 4 % longer. One with 480 MiB takes 1 to 2 % less time from 96 MiB on."""
 _PLANES_FAR_FROM_NBYTES = min(_CACHE_NBYTES // 8, 32 << 20)
-"""The size from which on planes are prefetched at all: 4 MiB on a Zen 3 or Zen 4, which then mostly take less time, by
-up to 30 %; 32 MiB on those Xeons, which would take up to 10 % longer below, and take up to 27 % less above."""
+"""The size of channels-first tensors from which on their planes are prefetched at all: 4 MiB on a Zen 3 or Zen 4, which
+then mostly take less time, by up to 30 %; 32 MiB on those Xeons, which would take up to 10 % longer below, and take up
+to 27 % less above."""
 
 
 class Geometry(NamedTuple):
