@@ -24,12 +24,14 @@ class RawConnection(AbstractContextManager["RawConnection"]):
         self._received = bytearray()
         if address.startswith("unix:"):
             self.sock = socket.socket(socket.AF_UNIX)
-            self.sock.settimeout(TIMEOUT_S)
+            # A timeout of Python's would fail at once, instead of waiting, while the server's queue is full.
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(TIMEOUT_S), 0))
             try:
                 self.sock.connect(address.removeprefix("unix:"))
             except OSError:
                 self.sock.close()
                 raise
+            self.sock.settimeout(TIMEOUT_S)
         else:
             host, _, port = address.rpartition(":")
             self.sock = socket.create_connection((host, int(port)), TIMEOUT_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import struct
 import subprocess
 import sys
@@ -46,7 +45,7 @@ def exhaust_descriptors(scene: Harness, seconds: float, rng: Random) -> None:
             for number in range(4 * _SPARE_DESCRIPTORS):
                 with suppress(OSError):
                     stack.enter_context(RawConnection(addresses[number % len(addresses)]))
-            os.kill(rng.choice(service.workers()), signal.SIGKILL)
+            service.kill_a_worker(rng)
             time.sleep(seconds)
         service.wait_until_whole()
         scene.load.wait_for_answers()

@@ -28,7 +28,7 @@ _TOO_LATE = frozenset({"DeadlineExceededError", "ResourceExhaustedError", "Unava
 def kill_workers(scene: Harness, seconds: float, rng: Random) -> None:
     """Kills one worker after the other, waiting in between, so that no request meets two kills."""
     for _ in scene.rounds(seconds):
-        os.kill(rng.choice(scene.service.workers()), signal.SIGKILL)
+        scene.service.kill_a_worker(rng)
         scene.load.wait_for_answers()
         scene.service.wait_until_whole()
 
@@ -39,11 +39,11 @@ def kill_all_workers(scene: Harness, seconds: float, rng: Random) -> None:
     The front process is stopped meanwhile: otherwise it might pass a dead worker's request on to the next one killed.
     """
     for _ in scene.rounds(seconds):
-        workers, front = scene.service.workers(), psutil.Process(scene.service.process.pid)
+        front = psutil.Process(scene.service.process.pid)
         front.suspend()
         try:
             wait_until(lambda front=front: front.status() == psutil.STATUS_STOPPED)  # type: ignore[misc]
-            for pid in workers:
+            for pid in scene.service.workers():
                 os.kill(pid, signal.SIGKILL)
         finally:
             front.resume()

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from types import TracebackType
 
 import psutil
@@ -126,6 +128,18 @@ class RestartableServer:
 
     def workers(self) -> list[int]:
         return [worker.pid for worker in workers_of(self.process.pid)]
+
+    def kill_a_worker(self, rng: Random) -> None:
+        """Kills a worker, as soon as there is one: another fault may be killing them all."""
+        wait_until(lambda: self._killed_one_of(self.workers(), rng))
+
+    @staticmethod
+    def _killed_one_of(workers: list[int], rng: Random) -> bool:
+        for pid in rng.sample(workers, len(workers)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                return True
+        return False
 
     def pids(self) -> list[int]:
         """Returns the process ids of all its running processes, also without the front process."""

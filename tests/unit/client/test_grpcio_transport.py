@@ -108,7 +108,7 @@ def test_a_call_brings_the_token_and_its_deadline_and_notes_the_load(way: str) -
         assert made.state.load == report
     ((token, seconds),) = seen
     assert token == "Bearer secret"  # noqa: S105
-    assert 0 < seconds <= 20.0
+    assert 0 < seconds <= 20.1, "gRPC's core rounds such a timeout up to 0.1 s"
 
 
 def test_an_exchange_sends_tensors_in_chunks_of_a_mebibyte_and_fills_its_targets() -> None:
