@@ -42,7 +42,9 @@ class Victim:
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
         with channel(target, ca) as asked:
             stub = pb_grpc.BatchNormGradServiceStub(asked)
-            info = stub.ServerInfo(pb.ServerInfoRequest(), metadata=metadata, timeout=10 * TIMEOUT_S)
+            # It waits, as others may be attacking the server already.
+            request, timeout_s = pb.ServerInfoRequest(), 10 * TIMEOUT_S
+            info = stub.ServerInfo(request, metadata=metadata, timeout=timeout_s, wait_for_ready=True)
         host, _, port = target.rpartition(":")
         addresses: dict[str, tuple[str, int] | str] = {"tcp": (host, int(port))}
         if directory := info.endpoints.local_directory:

@@ -29,7 +29,7 @@ TRANSFER_TIMEOUT_S = 3
 OPTIONS = (
     *("--workers", str(WORKERS)),
     *("--arena-bytes", str(2**28)),
-    *("--shared-bytes", str(2**30)),
+    *("--shared-bytes", str(2**31)),  # half is for one client: all that show the token of the load are one
     *("--transfer-timeout", str(TRANSFER_TIMEOUT_S)),
 )
 _MARK = "BNGRAD_TEST_SERVICE"
