@@ -11,6 +11,7 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.rpc.servicer import SERVICE
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.header_block import encode
+from bngrad_wire.http2.sockets.timeouts import set_timeout
 
 PREFACE = frames.PREFACE + frames.settings({})
 NBYTES = 2**18
@@ -25,7 +26,7 @@ class RawConnection(AbstractContextManager["RawConnection"]):
         if address.startswith("unix:"):
             self.sock = socket.socket(socket.AF_UNIX)
             # A timeout of Python's would fail at once, instead of waiting, while the server's queue is full.
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(TIMEOUT_S), 0))
+            set_timeout(self.sock, TIMEOUT_S)
             try:
                 self.sock.connect(address.removeprefix("unix:"))
             except OSError:
