@@ -18,8 +18,8 @@ from bngrad_wire.http2.sockets import sigpipe
 DONT_WAIT = int(socket.MSG_DONTWAIT)
 """As a plain number: operators of the flags' own type take microseconds, for each record."""
 _RECORD_NBYTES = 16 * 1024
-_NEARLY_FULL_NBYTES = _RECORD_NBYTES // 2
-"""After a record of this size, to try for another costs less than to ask for it; gRPC's hold 16,284 bytes."""
+_NEARLY_FULL_NBYTES = 15 * 1024
+"""After a record of this size another is likely, so to try for one costs less than to ask; gRPC's hold 16,284 bytes."""
 _TURN_NBYTES = 2**20
 """`TlsSocket` sends and receives about this much at once, so that its caller sees a slow peer's progress."""
 _LONGEST_S = 1e6
@@ -44,6 +44,7 @@ class TlsSocket(ssl.SSLSocket):
 
     _timeout_s: float | None = None
     _input: select.poll | None = None
+    _has_filled = False
 
     def set_timeout(self, timeout_s: float | None) -> None:
         """Bounds the time for which `sendmsg` and `recv_into` wait, in seconds; None for no bound."""
@@ -75,7 +76,10 @@ class TlsSocket(ssl.SSLSocket):
         return sent
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """Receives the records that have arrived, as far as the buffer has room; the one flag heeded is `DONT_WAIT`."""
+        """Receives the records that have arrived, as far as the buffer has room; the one flag heeded is `DONT_WAIT`.
+
+        Without it, a short record is the last: it ends most messages, and to ask for more costs threads the GIL.
+        """
         view, received, wanted = memoryview(buffer), 0, min(len(buffer), _TURN_NBYTES)
         until = self._until(flags)
         if until and not self.pending():
@@ -89,9 +93,14 @@ class TlsSocket(ssl.SSLSocket):
                 self._wait_for_more(error, until)
                 continue
             received += count
-            if not count or (count < _NEARLY_FULL_NBYTES and not self._has_input()):
+            if not count or (count < _NEARLY_FULL_NBYTES and (until or not self._has_input())):
                 break
+        self._has_filled = received == wanted
         return received
+
+    def pending(self) -> int:
+        """How much of a record `recv_into` left in OpenSSL, for want of room; to ask OpenSSL releases the GIL."""
+        return super().pending() if self._has_filled else 0
 
     def _has_input(self) -> bool:
         """Whether anything has arrived that OpenSSL has not read yet."""

@@ -146,8 +146,9 @@ def test_records_are_full_but_the_last(contexts: tuple[ssl.SSLContext, ssl.SSLCo
 
 
 @pytest.mark.parametrize("record_nbytes", [16_384, 16_284, 1_208], ids=["full", "gRPC's", "Go's first"])
-def test_all_records_that_have_arrived_are_received_at_once(
-    contexts: tuple[ssl.SSLContext, ssl.SSLContext], record_nbytes: int
+@pytest.mark.parametrize("flags", [0, tls.DONT_WAIT])
+def test_all_records_that_have_arrived_are_received_at_once_or_all_up_to_a_short_one(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext], flags: int, record_nbytes: int
 ) -> None:
     message = bytes(range(250)) * 400
     buffer = bytearray(2 * len(message))
@@ -160,8 +161,20 @@ def test_all_records_that_have_arrived_are_received_at_once(
         arrived = 0
         while arrived <= len(message):  # records are longer than what they hold
             arrived = len(socket.socket.recv(there, 2**20, socket.MSG_PEEK))
-        assert there.recv_into(buffer) == len(message)
-        assert buffer[: len(message)] == message
+        expected = record_nbytes if record_nbytes < 2**13 and not flags else len(message)
+        assert there.recv_into(buffer, 0, flags) == expected
+        assert buffer[:expected] == message[:expected]
+
+
+def test_what_is_left_of_a_record_is_pending(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+    with pair(contexts) as (there, here):
+        there.set_timeout(TIMEOUT_S)
+        here.sendall(bytes(100))
+        pending = []
+        for nbytes in (10, 20, 70):
+            assert there.recv_into(bytearray(nbytes)) == nbytes
+            pending.append(there.pending())
+        assert pending == [90, 70, 0]
 
 
 @pytest.mark.parametrize("nbytes", [0, 10, 16_384, 100_000])
