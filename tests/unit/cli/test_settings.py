@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,12 @@ def test_help_has_the_unit_variable_and_default_of_each_setting() -> None:
 def test_the_page_of_settings_is_up_to_date() -> None:
     page = PAGE.read_text()
     assert with_tables(page) == page, "run: make settings-page"
+
+
+def test_the_file_on_the_page_of_settings_is_valid(file: Path) -> None:
+    (example,) = re.findall(r"^```toml\n(.+?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    file.write_text(example)
+    assert effective("--config", file)["max_wait"] == (0.5, f"max_wait in {file}")
 
 
 def test_the_help_of_serve_has_every_setting_once_in_groups_with_examples() -> None:
