@@ -267,7 +267,7 @@ def serve(config: ServerConfig) -> None:
         ready.set()
         devices = ", ".join(f"{status.name} ({status.description})" for status in server.engine.pool.status())
         _print_soon(ready_line(__version__, server.addresses, devices))
-        logger.info("large tensors: %s; clients on this host: %s; HTTP: %s", *server.endpoints, server.http_address)
+        logger.info("the SDK connects to: %s; on this host: %s; HTTP: %s", *server.endpoints, server.http_address)
         while not stopping.wait(_CHECK_S):
             if failed_part := server.failed_part:
                 _end_at_once(failed_part)

@@ -49,7 +49,7 @@ def _lines(server: bngrad.ServerInfo) -> list[tuple[str, str]]:
         ("batches computed", _batches(server.batch_sizes) or "none"),
         ("largest message", f"{server.max_message_bytes / 2**20:.1f} MiB"),
         ("memory for tensors", f"{server.arena_bytes / 2**30:.2f} GiB"),
-        ("large tensors", _stream_address(server)),
+        ("SDK connects to", _stream_address(server)),
         ("shared memory", server.local_directory or "none"),
         ("ops", ", ".join(server.ops)),
     ]
@@ -57,7 +57,7 @@ def _lines(server: bngrad.ServerInfo) -> list[tuple[str, str]]:
 
 def _stream_address(server: bngrad.ServerInfo) -> str:
     host = f" of {server.stream_host}" if server.stream_host else ""
-    return f"TCP port {server.stream_port}{host}" if server.stream_port else "no TCP port for them"
+    return f"TCP port {server.stream_port}{host}" if server.stream_port else "the address that it is given, by grpcio"
 
 
 def _batches(sizes: tuple[int, ...]) -> str:

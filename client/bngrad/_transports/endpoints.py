@@ -50,7 +50,7 @@ class Endpoints:
     Attributes:
         unix: The Unix socket for calls, if the server is on this host.
         pool: The memory shared with that server.
-        tcp: The TCP port for large tensors.
+        tcp: The TCP port for calls from other hosts.
         is_local: Whether the server is on this host, even if its Unix socket cannot be reached now.
         copied_ahead_nbytes: The size from which the server has a GPU copy tensors in shared memory ahead of their
             requests; 0 if it has no GPU.
@@ -101,7 +101,7 @@ class EndpointDiscovery:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the server is on another host, and has an endpoint for large tensors, as far as is known."""
+        """Whether the server is on another host, and is reached by the SDK's own HTTP/2, as far as is known."""
         current = self._current
         return current is not None and current.tcp is not None and not current.is_local
 
@@ -219,8 +219,8 @@ class EndpointDiscovery:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s does not answer at %s, its address for large tensors, which may be behind a firewall; calls go to "
-                "%s itself, more slowly, and that address is tried again from time to time, beside the calls",
+                "%s does not answer at %s, its own address for the SDK, which may be behind a firewall; calls go to %s "
+                "by grpcio, more slowly, and that address is tried again from time to time, beside the calls",
                 self._target, format_host_port(*address), self._target,
             )  # fmt: skip
 

@@ -106,7 +106,7 @@ def _gauges(status: Status) -> Iterator[Metric]:
     yield _gauge("bngrad_shared_region_bytes", text, regions["bytes"])
     text = "Memory of regions whose lease has ended but that clients still keep; part of the same."
     yield _gauge("bngrad_shared_region_kept_bytes", text, regions["kept"])
-    text = "Connections to the endpoint for large tensors and for clients on this host."
+    text = "Connections that have made a call."
     yield _gauge("bngrad_connections", text, status["connections"])
     text = "The size of the device's own memory; 0 for a CPU."
     yield _gauge("bngrad_device_memory_bytes", text, _by_device(status, "memory_bytes"), "device")
