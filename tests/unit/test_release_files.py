@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -162,6 +163,20 @@ def test_messages_on_the_pages_about_trouble_are_real(page: str, least: int) -> 
     spelt = spelt.replace("{limit_s:g}", "60")
     from_python = ("CERTIFICATE_VERIFY_FAILED",)
     assert [message for message in messages if message not in spelt and message not in from_python] == []
+
+
+def test_the_page_for_gpus_installs_all_that_its_tests_import() -> None:
+    makefile, page = (ROOT / "Makefile").read_text(), (ROOT / "docs/first-gpu.md").read_text()
+    (imported,) = re.findall(r"^gpu-test-server:.*?import (click, .*?);", makefile, flags=re.MULTILINE | re.DOTALL)
+    (installed,) = re.findall(r"^\$ pip install ([a-z].*?) #", page, flags=re.MULTILINE)
+    extras = PROJECT["project"]["optional-dependencies"]
+    dependencies = [*PROJECT["project"]["dependencies"], *extras["cuda12"], *extras["server"], *extras["cli"]]
+    named = {*installed.split(), *(Requirement(each).name for each in dependencies)}
+    sources = importlib.metadata.packages_distributions()
+    modules = [name.strip("\\ \n\t").partition(".")[0] for name in imported.split(",")]
+    assert "cupy" in modules
+    spelt = {module: {name.replace("_", "-") for name in sources[module]} for module in modules}
+    assert [module for module, names in spelt.items() if not named & names] == []
 
 
 def test_the_systemd_units_settings_are_valid() -> None:
