@@ -135,7 +135,7 @@ build/triton/stamp: $(VENV)/dev.stamp
 bench-load: $(VENV)/dev.stamp  ## Measures goodput and latency below and above saturation, and with killed workers
 	$(BIN)/python -m benchmarks.bench_load $(LOAD)
 
-bench-hostile: $(VENV)/dev.stamp  ## Measures what forty attacks cost good clients at every door; HOSTILE="--attacks garbage" for some
+bench-hostile: $(VENV)/dev.stamp  ## Measures what attacks cost good clients at every door; HOSTILE="--attacks garbage" for some
 	$(BIN)/python -m benchmarks.bench_hostile $(or $(HOSTILE),--json benchmarks/results/hostile.json --page docs/attacks.md)
 
 # Keeps the rest of PYTHONPATH: a machine with a GPU may have its packages in a folder of their own.
