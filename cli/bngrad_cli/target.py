@@ -156,8 +156,8 @@ class Target:
         """
         if not self.is_serving():
             raise TargetError(
-                f"{self.address} is NOT_SERVING: no worker is ready. A server that has just started may compile for "
-                "some minutes; otherwise its log says why its workers ended."
+                f"{self.address} is NOT_SERVING: no worker is ready. A server that has just started needs some "
+                "seconds, with a GPU perhaps minutes; otherwise its log says why its workers ended."
             )
 
     def _connected(self) -> socket.socket:

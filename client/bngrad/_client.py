@@ -65,7 +65,8 @@ class Client:
 
     With the target ``local:`` there is no server: the kernels of a CPU server compute the calls in this process, with
     the same bits and errors. They need the extra ``bngrad[local]``. The first call loads them; the first call of a
-    dtype on a machine compiles them, which takes about five seconds. No timeout ends a call that is being computed.
+    dtype on a machine has them compiled, and NumPy computes meanwhile, more slowly. No timeout ends a call that is
+    being computed.
 
     In the docstrings, C is the number of channels. Every call may raise, besides the errors that it names itself:
 
@@ -145,7 +146,7 @@ class Client:
         """Computes TensorFlow's ``FusedBatchNormGradV3``, with the arguments of ``tf.raw_ops``.
 
         With ``xc = x - reserve_space_1``, ``rstd = 1 / sqrt(reserve_space_2 + epsilon)``, sums and means over all
-        elements of a channel::
+        elements of a channel:
 
             x_backprop      = scale * rstd * (y_backprop - mean(y_backprop) - xc * rstd**2 * mean(y_backprop * xc))
             scale_backprop  = rstd * sum(y_backprop * xc)
