@@ -36,6 +36,7 @@ from benchmarks.hostile.results import (
     write_page,
 )
 from benchmarks.hostile.scene import ARENA_BYTES, BOUND_BYTES, CLIENT_BYTES, GoodClient, PeakMemory, Scene, serving
+from benchmarks.hostile.victim import DOORS
 from benchmarks.kernels import report
 
 _SETTLE_S = 1.0
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument(
         "--doors", nargs="+", choices=good_client.DOORS, default=good_client.DOORS, help="of good clients"
     )
-    parser.add_argument("--only", nargs="+", metavar="DOOR", help="doors to attack, instead of all of each attack")
+    parser.add_argument("--only", nargs="+", choices=DOORS, help="doors to attack, instead of all of each attack")
     parser.add_argument("--seconds", type=float, default=4, help="of each attack that are measured")
     parser.add_argument("--turns", type=int, default=3, help="of each attack; the middle p99 counts")
     parser.add_argument("--plain", action="store_true", help="no TLS")

@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 from benchmarks.hostile.attacks import ATTACKS, Attack
-from benchmarks.hostile.victim import Victim
+from benchmarks.hostile.victim import DOORS, Victim
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--ca", metavar="FILE", help="the authority of the server's certificate; no TLS by default")
     parser.add_argument("--http", metavar="HOST:PORT", help="the server's HTTP address")
     parser.add_argument("--victim", type=Path, metavar="FILE", help="all of these, see Victim.save, instead of asking")
-    parser.add_argument("--doors", nargs="+", choices=("tcp", "unix", "regions", "http"))
+    parser.add_argument("--doors", nargs="+", choices=DOORS)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     options = parser.parse_args()
     if options.victim is None:

@@ -15,6 +15,8 @@ from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 from bngrad_wire.lease_protocol import CALLS, REGIONS
 
 TIMEOUT_S = 5.0
+DOORS = ("tcp", "unix", "regions", "http")
+"""The names of the addresses that a server may have."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.hostile.attacks import ATTACKS, Attack
 from benchmarks.hostile.results import Outcome, Report, figures, verdict, write_page
 from benchmarks.hostile.scene import BOUND_BYTES
-from benchmarks.hostile.victim import Victim
+from benchmarks.hostile.victim import DOORS, Victim
 
 
 def turn(during_s: float, after_s: float = 0.001, errors: tuple[str, ...] = (), grown_bytes: int = 0) -> Outcome:
@@ -25,7 +25,14 @@ QUIET = [turn(0.001), turn(0.5, 0.5), turn(0.001)]
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=list(ATTACKS))
 def test_each_attack_says_who_does_what_to_which_doors(attack: Attack) -> None:
     assert re.match("(Local )?([Ss]tranger|[Tt]enant): .*[^.]$", attack.description)
-    assert set(attack.doors) <= {"tcp", "unix", "regions", "http"}
+    assert set(attack.doors) <= set(DOORS)
+
+
+def test_the_example_of_the_page_names_attacks_and_doors_that_exist() -> None:
+    page = (Path(__file__).parents[3] / "docs/security.md").read_text()
+    ((attacks, doors),) = re.findall(r'HOSTILE="--attacks ([\w ]+) --only ([\w ]+)"', page)
+    assert set(attacks.split()) <= ATTACKS.keys()
+    assert all(set(doors.split()) & set(ATTACKS[name].doors) for name in attacks.split())
 
 
 def test_what_attackers_know_can_be_given_to_another_process(tmp_path: Path) -> None:
