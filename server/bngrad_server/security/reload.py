@@ -33,7 +33,8 @@ class _Identity(NamedTuple):
 class ReloadedFiles(Generic[Content]):
     """The content of some files, at most half a second old, or two seconds if a file is now empty.
 
-    A change that cannot be read is logged, and the old content stays: the files may be half written at that moment.
+    A change that cannot be read is logged, and the old content stays: the files may be half written at that moment. If
+    the system refused to read, it is tried again at each check: a new owner or a free descriptor changes no file.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Content]) -> None:
@@ -52,6 +53,7 @@ class ReloadedFiles(Generic[Content]):
         self._mutex = threading.Lock()
         self._state = self._identities()
         self._empty_since = math.inf
+        self._refusal = ""
         self._content = read()
         self._next_check = time.monotonic() + _CHECK_S
 
@@ -75,14 +77,23 @@ class ReloadedFiles(Generic[Content]):
         self._empty_since = min(self._empty_since, now) if is_empty else math.inf
         if is_empty and now - self._empty_since < _EMPTY_S:
             return
-        self._state = state
         names = ", ".join(map(str, self._paths))
         try:
             self._content = self._read()
+        except OSError as error:
+            refusal = f"{state}: {error}"
+            if refusal != self._refusal:
+                self._log_failure(names, error)
+            self._refusal = refusal
         except Exception as error:
-            logger.error("%s changed and cannot be used, so the old content stays in use: %s", names, error)
+            self._state, self._refusal = state, ""
+            self._log_failure(names, error)
         else:
+            self._state, self._refusal = state, ""
             logger.info("%s changed and was read again", names)
+
+    def _log_failure(self, names: str, error: Exception) -> None:
+        logger.error("%s changed and cannot be used, so the old content stays in use: %s", names, error)
 
     def _identities(self) -> list[_Identity | None]:
         return [_identity(path) for path in self._paths]

@@ -32,6 +32,30 @@ def test_a_change_that_cannot_be_used_is_logged_once(
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
 
 
+def test_a_file_that_the_system_refuses_to_read_is_read_once_it_can_be(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "text"
+    path.write_text("old")
+    is_refused = False
+
+    def read() -> str:
+        if is_refused:  # as by the file's owner, or without a free descriptor
+            raise PermissionError(13, "Permission denied", str(path))
+        return path.read_text()
+
+    files = ReloadedFiles([path], read)
+    path.write_text("new text")
+    is_refused = True
+    for _ in range(5):
+        clock.now += 1
+        assert files.content == "old"
+    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
+    is_refused = False
+    clock.now += 1
+    assert files.content == "new text"
+
+
 def test_an_empty_file_is_half_written_at_first(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "text"
     path.write_text("old")
