@@ -32,10 +32,11 @@ def new(name: str, token_file: Path | None) -> None:
     """
     try:
         secret, line = new_token(name)
-        if token_file is not None:
-            _append(token_file, line)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="NAME") from error
+    try:
+        if token_file is not None:
+            _append(token_file, line)
     except OSError as error:
         reason = "it is a symbolic link; name its target" if error.errno == errno.ELOOP else error.strerror
         raise click.ClickException(f"cannot add a line to {token_file}: {reason}") from error
@@ -57,9 +58,16 @@ def _append(path: Path, line: str) -> None:
     except BaseException:
         os.close(fd)
         raise
-    with open(fd, "r+", encoding="utf-8") as file:
-        text = file.read()
-        file.write(f"{'' if text == '' or text.endswith(chr(10)) else chr(10)}{line}\n")
+    with open(fd, "r+b", buffering=0) as file:
+        try:
+            text = file.read().decode()
+        except UnicodeDecodeError as error:
+            raise click.ClickException(f"cannot add a line to {path}: it is no file of tokens: {error}") from error
+        added = f"{'' if text == '' or text.endswith(chr(10)) else chr(10)}{line}\n".encode()
+        written = file.write(added)
+        if written < len(added):  # the server would refuse a part of a line
+            file.truncate(os.fstat(fd).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _check(path: Path, mode: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,25 @@ def test_the_line_is_appended_to_the_file(tmp_path: Path) -> None:
     second = run("bob", "--token-file", path).strip()
     tokens = Tokens(path)
     assert [tokens.owner(f"Bearer {each}") for each in (first, second)] == ["alice", "bob"]
+
+
+def test_no_line_is_added_to_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_bytes(b"\xff")
+    result = CliRunner().invoke(command_line, ["token", "new", "alice", "--token-file", str(path)])
+    assert result.exit_code == 1
+    assert result.output.startswith(f"Error: cannot add a line to {path}: it is no file of tokens: 'utf-8' codec")
+    assert path.read_bytes() == b"\xff"
+
+
+def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("#" * 1000 + "\n")
+    command = ["prlimit", "--fsize=1024", sys.executable, "-m", "bngrad_cli", "token", "new", "alice", "--token-file"]
+    ended = subprocess.run([*command, str(path)], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == f"Error: cannot add a line to {path}: No space left on device\n"
+    assert path.read_text() == "#" * 1000 + "\n"
 
 
 def test_an_error_says_why(tmp_path: Path) -> None:
