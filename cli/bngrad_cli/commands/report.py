@@ -26,6 +26,7 @@ _PACKAGES = (
     "nvidia-cuda-nvrtc",
 )
 _SMI_FIELDS = "name,driver_version,vbios_version,pcie.link.gen.max,pcie.link.width.max,memory.total,memory.used"
+_SMI_TIMEOUT_S = 60.0
 _ROUNDS = 7
 _SHAPES = {"a small problem": (32, 64, 49), "25 MB of float32": (32, 64, 3136)}
 
@@ -103,13 +104,18 @@ def _versions() -> dict[str, str]:
 
 
 def _nvidia_smi() -> list[str]:
-    """A line for each GPU; empty without the program."""
+    """A line for each GPU, or why the program has none; empty without the program."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
     query = [command, f"--query-gpu={_SMI_FIELDS}", "--format=csv"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)  # noqa: S603
-    return (done.stdout or done.stderr).splitlines()
+    try:
+        done = subprocess.run(query, capture_output=True, check=False, timeout=_SMI_TIMEOUT_S)  # noqa: S603
+    except subprocess.TimeoutExpired:  # as where the driver hangs
+        return [f"no answer within {_SMI_TIMEOUT_S:g} s"]
+    except OSError as error:
+        return [f"it cannot be run: {error.strerror}"]
+    return (done.stdout or done.stderr).decode(errors="replace").splitlines()
 
 
 def _tested(device: str, is_long: bool) -> dict[str, Any]:

@@ -12,11 +12,19 @@ import pytest
 from tests.kernels.cuda.devices import library_file
 from tests.kernels.cuda.strict_environment import environment
 
+HASTY = """
+import importlib
+importlib.import_module("bngrad_cli.commands.report")._SMI_TIMEOUT_S = 0.5
+from bngrad_cli.__main__ import main
+main()
+"""
+"""A command line that waits for nvidia-smi for a short time."""
 
-def report(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bngrad_cli", "report", "--output", str(folder / "report.json"), *options]
+
+def report(folder: Path, *options: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", HASTY, "report", "--output", str(folder / "report.json"), *options]
     changed = os.environ | environment(library_file(), folder)
-    return subprocess.run(command, capture_output=True, text=True, env=changed)
+    return subprocess.run(command, capture_output=True, text=True, env=changed | {"PATH": path + os.environ["PATH"]})
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -55,6 +63,24 @@ def test_a_report_on_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path)
 def test_a_report_may_go_to_the_standard_output(tmp_path: Path) -> None:
     done = report(tmp_path, "--output", "-")
     assert "passed its self-test" in json.loads(done.stdout)["self_test"]
+
+
+@pytest.mark.parametrize(
+    ("program", "line"),
+    [
+        (b"#!/bin/sh\nexec sleep 600\n", "no answer within 0.5 s"),
+        (b"#!/bin/sh\nprintf 'GPU \\377'\n", "GPU \N{REPLACEMENT CHARACTER}"),
+        (b"no program", "it cannot be run: Exec format error"),
+    ],
+    ids=["hangs", "no text", "no program"],
+)
+def test_a_report_is_written_whatever_nvidia_smi_does(tmp_path: Path, program: bytes, line: str) -> None:
+    path = tmp_path / "nvidia-smi"
+    path.write_bytes(program)
+    path.chmod(0o755)
+    done = report(tmp_path, path=f"{tmp_path}:")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["nvidia_smi"] == [line]
 
 
 def test_only_gpus_are_reported_on(tmp_path: Path) -> None:
