@@ -128,7 +128,7 @@ class Target:
         except ConnectionRefusedError as error:
             raise TargetError(f"nothing listens on {self.address}: is `bngrad serve` running there?") from error
         except (OSError, UnicodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
+            reason = getattr(error, "strerror", None) or error  # too long a path has none
             raise TargetError(f"{self.address} cannot be reached: {reason}") from error
 
     def is_serving(self) -> bool:

@@ -279,6 +279,7 @@ def test_check_says_why_another_program_is_no_bngrad_server(
         ("nowhere.invalid:50051", "names no host that is known here", 1),
         ("localhost:1", "nothing listens on localhost:1: is `bngrad serve` running there?", 1),
         ("unix:/nowhere.sock", "unix:/nowhere.sock cannot be reached: No such file or directory", 1),
+        (f"unix:/{'long/' * 25}socket", "socket cannot be reached: AF_UNIX path too long", 1),
         ("localhost:99999", "it should be HOST:PORT or unix:PATH, with a port of at most 65535, not", 2),
         ("http://localhost:1", "it should be HOST:PORT or unix:PATH", 2),
     ],
