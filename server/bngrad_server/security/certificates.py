@@ -81,7 +81,7 @@ def _read(certificate_path: Path, key_path: Path, client_ca_path: Path | None) -
         context.verify_mode = ssl.CERT_REQUIRED
         try:
             context.load_verify_locations(cadata=client_ca.decode("ascii", "ignore"))
-        except ssl.SSLError as error:
+        except (ssl.SSLError, ValueError) as error:  # the latter for an empty file
             raise ValueError(f"{client_ca_path} has no certificate of an authority: {error}") from error
     return _Loaded(certificate, key, client_ca, context)
 

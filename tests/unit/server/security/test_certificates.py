@@ -102,10 +102,13 @@ def test_an_error_names_the_file_with_the_wrong_content(authority: Authority, tm
     own, other = authority.issue(*HOSTS), authority.issue("other.example")
     nonsense = tmp_path / "nonsense"
     nonsense.write_text("nonsense")
+    empty = tmp_path / "empty"
+    empty.touch()
     for paths, message in (
         ((own.certificate, other.key, None), f"{other.key} are not a certificate and its key"),
         ((nonsense, own.key, None), f"{nonsense} and .* are not a certificate"),
         ((own.certificate, own.key, nonsense), f"{nonsense} has no certificate of an authority"),
+        ((own.certificate, own.key, empty), f"{empty} has no certificate of an authority"),
     ):
         with pytest.raises(ValueError, match=message):
             Certificates(*paths)
