@@ -49,20 +49,30 @@ STATUS: dict[str, Any] = {
         "p50": 1.0, "p90": 1.0, "p99": 1.0, "stages": {"queue": 1.0}, "counts": [1], "first_bound": 1e-3,
     },
 }  # fmt: skip
+HINT = "start the server with --http HOST:PORT, and give that address here"
 
 
 class _Status(http.server.BaseHTTPRequestHandler):
+    code = 200
+    body = json.dumps(STATUS)
+
     def do_GET(self) -> None:
-        self.send_response(200)
+        self.send_response(self.code)
         self.end_headers()
-        self.wfile.write(json.dumps(STATUS).encode())
+        self.wfile.write(self.body.encode())
 
     def log_message(self, *arguments: Any) -> None: ...
 
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Status) as server:
+    with answering(_Status) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def answering(handler: type[_Status]) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"127.0.0.1:{server.server_port}"
@@ -140,6 +150,30 @@ def test_without_a_terminal_the_screen_is_printed_once(address: str) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith(f"bngrad 1.2.3 on {address}: ready")
+
+
+@pytest.mark.parametrize(
+    ("code", "body", "reason"),
+    [
+        (503, "the front process does not answer\n", "the front process does not answer"),
+        (421, "it should be an address\n", "it should be an address"),
+        (404, "<html>", f"Not Found; {HINT}"),
+        (200, "{}", f"it is not an HTTP port of bngrad; {HINT}"),
+        (200, "[]", f"it is not an HTTP port of bngrad; {HINT}"),
+    ],
+)
+@pytest.mark.parametrize("option", ["--once", "--json"])
+def test_an_answer_without_a_status_is_explained(code: int, body: str, reason: str, option: str) -> None:
+    with answering(type("Handler", (_Status,), {"code": code, "body": body})) as address:
+        result = CliRunner().invoke(command_line, ["top", address, option])
+    assert (result.exit_code, result.output) == (1, f"Error: cannot read http://{address}/status.json: {reason}\n")
+
+
+def test_a_proxy_of_the_environment_is_not_asked(address: str) -> None:
+    command = [sys.executable, "-m", "bngrad_cli", "top", address, "--once"]
+    environment = os.environ | {"http_proxy": "http://127.0.0.1:1", "no_proxy": ""}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,16 @@ from bngrad_cli.commands.top.screen import screen
 from bngrad_cli.target_options import Seconds
 from bngrad_cli.terminal import MIN_COLUMNS, exit_on_sigterm, wide_console
 from bngrad_wire.addresses import MAX_PORT, host_and_port
+from bngrad_wire.printable import printable
 
 _TIMEOUT_S = 5.0
 _SCHEMES = ("http://", "https://")
+_HINT = "start the server with --http HOST:PORT, and give that address here"
+_EXPLAINED = {421, 503}
+"""The status codes with which the HTTP port says in a line why it does not answer."""
+_MAX_LINE_NBYTES = 500
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Asks servers themselves, as the other commands do, whatever proxy the environment names."""
 
 
 def _address(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -90,14 +97,20 @@ def top(address: str, *, once: bool, as_json: bool, interval: float) -> None:
 def _status(address: str) -> dict[str, Any]:
     url = address if address.startswith(_SCHEMES) else f"http://{address}"
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/status.json", timeout=_TIMEOUT_S) as answer:  # noqa: S310
+        with _OPENER.open(f"{url.rstrip('/')}/status.json", timeout=_TIMEOUT_S) as answer:
             status: dict[str, Any] = json.load(answer)
+        if not (isinstance(status, dict) and {"server", "points", "recent"} <= status.keys()):
+            raise ValueError("it is JSON of another program")
+    except urllib.error.HTTPError as error:
+        with error:
+            line = error.read(_MAX_LINE_NBYTES).decode(errors="replace").strip() if error.code in _EXPLAINED else ""
+        said = printable(line) or f"{error.reason}; {_HINT}"
+        raise click.ClickException(f"cannot read {url}/status.json: {said}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         is_other = isinstance(error, (ValueError, http.client.HTTPException))
         reason = getattr(error, "reason", None) or error
         reason = "it is not an HTTP port of bngrad" if is_other else getattr(reason, "strerror", None) or reason
-        hint = "start the server with --http HOST:PORT, and give that address here"
-        raise click.ClickException(f"cannot read {url}/status.json: {reason}; {hint}") from error
+        raise click.ClickException(f"cannot read {url}/status.json: {reason}; {_HINT}") from error
     return status
 
 
