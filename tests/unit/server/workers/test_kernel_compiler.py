@@ -68,6 +68,21 @@ def test_all_kernels_are_compiled_once_workers_have_compiled_the_first(
     assert ended.startswith("all kernels are compiled, after ")
 
 
+def test_where_a_kernel_is_not_kept_no_client_waits_for_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    failing, *others = [kernel for kernel in KERNELS if kernel != FIRST]
+    for kernel in others:
+        put(kernel)
+    loader.path(failing, host()).with_suffix(loader.BACKGROUND_LOCK).mkdir()
+    with closing(KernelCompiler()) as compiler:
+        compiler.start()
+        assert compiler.compiling == (str(FIRST), str(failing))
+        wait_until(lambda: not compiler.compiling)
+    assert f"the kernel {failing} cannot be compiled: " in caplog.text
+
+
 def test_no_process_is_started_when_all_kernels_are_compiled() -> None:
     list(warm.fill(host(), warm.missing(host()), len(os.sched_getaffinity(0))))
     with closing(KernelCompiler()) as compiler:
