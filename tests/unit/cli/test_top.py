@@ -99,7 +99,7 @@ def read_until(terminal: int, words: str) -> str:
 
 
 @contextlib.contextmanager
-def top_in_a_terminal(address: str, *options: str) -> Iterator[tuple[int, int]]:
+def top_in_a_terminal(address: str, *options: str, is_controlling: bool = True) -> Iterator[tuple[int, int]]:
     """Runs the command in a terminal of 80 columns and 24 lines; yields the terminal and the process id."""
     terminal, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
@@ -109,8 +109,8 @@ def top_in_a_terminal(address: str, *options: str) -> Iterator[tuple[int, int]]:
     start = """import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.setsid()
-os.open(os.ttyname(0), os.O_RDWR)
-os.execv(sys.argv[1], sys.argv[1:])"""
+os.open(os.ttyname(0), os.O_RDWR | %s)
+os.execv(sys.argv[1], sys.argv[1:])""" % ("0" if is_controlling else "os.O_NOCTTY")
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
     files = [(os.POSIX_SPAWN_DUP2, inner, fd) for fd in (0, 1, 2)]
     process = os.posix_spawn(sys.executable, [sys.executable, "-c", start, *command], environment, file_actions=files)
@@ -125,8 +125,9 @@ def exit_code(process: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def test_a_small_terminal_shows_failures_and_q_ends_it(address: str) -> None:
-    with top_in_a_terminal(address, "--interval", "1000") as (terminal, process):
+@pytest.mark.parametrize("is_controlling", [True, False])
+def test_a_small_terminal_shows_failures_and_q_ends_it(address: str, is_controlling: bool) -> None:
+    with top_in_a_terminal(address, "--interval", "1000", is_controlling=is_controlling) as (terminal, process):
         screen = read_until(terminal, "q to quit")
         assert screen.count("it broke") == 5
         assert screen.count("cpu:") == 4

@@ -138,7 +138,7 @@ class _Keys:
 @contextlib.contextmanager
 def _keys() -> Iterator[_Keys]:
     """Has the terminal pass on each key at once, during the block."""
-    if not sys.stdin.isatty() or os.getpgrp() != os.tcgetpgrp(sys.stdin.fileno()):
+    if not _may_read_keys():
         yield _Keys(None)
         return
     fd = sys.stdin.fileno()
@@ -148,6 +148,16 @@ def _keys() -> Iterator[_Keys]:
         yield _Keys(fd)
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def _may_read_keys() -> bool:
+    """Whether the input is a terminal that this process would not be stopped for reading from."""
+    if not sys.stdin.isatty():
+        return False
+    try:
+        return os.getpgrp() == os.tcgetpgrp(sys.stdin.fileno())
+    except OSError:  # it is not the controlling terminal, which alone stops processes
+        return True
 
 
 def _fitted(content: RenderableType, console: Console) -> RenderableType:
