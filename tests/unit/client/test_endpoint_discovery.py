@@ -168,6 +168,19 @@ def test_a_port_that_was_reached_is_reported_as_unreachable_only_if_it_is_lost_a
         assert len(caplog.records) == (loss >= losses)
 
 
+@pytest.mark.parametrize(("is_own", "reason"), [(False, "firewall"), (True, "answers grpcio")])
+def test_the_report_of_an_unreachable_port_fits_where_it_is(
+    served: Server, clock: Clock, caplog: pytest.LogCaptureFixture, is_own: bool, reason: str
+) -> None:
+    """The port that the client was given has answered, so no firewall is in its way."""
+    served.endpoints.is_at_given_port = is_own
+    target = f"localhost:{served.endpoints.stream_port if is_own else 1}"
+    with closing(EndpointDiscovery(target, NO_CREDENTIALS, ServerState())) as discovery:
+        lose_tcp(served, discovery)
+    (record,) = caplog.records
+    assert reason in record.message
+
+
 @pytest.mark.parametrize("kind", [UnavailableError, DeadlineExceededError, UnauthenticatedError, InvalidArgumentError])
 def test_endpoints_stay_unknown_if_the_server_cannot_be_asked(
     served: Server, discovery: EndpointDiscovery, kind: type[BngradError]
