@@ -169,6 +169,8 @@ class CallRunner:
             return server.empty(shape, dtype, deadline, cancellation)
 
         def ask_or_make() -> Array:
+            if self._fallback is not None and self._fallback.in_outage:  # calls find out when a server answers again
+                return self._own_memory.empty(shape, dtype)
             try:
                 return self._ask(attempt, deadline, cancellation, in_order=True, patience_s=self._patience_s)
             except UnavailableError as error:

@@ -727,6 +727,23 @@ def test_a_client_with_a_fallback_asks_servers_that_have_gone_no_longer_than_its
         assert time.monotonic() - began < SECONDS / 2
 
 
+def test_an_array_is_made_at_once_while_calls_are_computed_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_call_runner, "_PATIENCE_S", 0.1)
+    asked = 0
+
+    def answer(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+        nonlocal asked
+        asked += 1
+        return context.abort(UNAVAILABLE, "for a test")
+
+    with peer(answer) as target, bngrad.Client(target, timeout=SECONDS, fallback="local") as client:
+        client.fused_batch_norm_grad_v2(*inputs(3))
+        assert client.fallback_calls == 1
+        before = asked
+        assert client.empty(3).shape == (3,)
+        assert asked == before
+
+
 def test_an_array_comes_from_the_next_server_where_the_first_shares_no_memory(served: Server) -> None:
     with peer(info) as other, bngrad.Client([other, served.target], retries=False) as client:
         client.empty(LARGE)
