@@ -78,6 +78,12 @@ def test_code_that_is_not_compiled_has_the_same_gradients(client: bngrad.Client)
     assert_close(jax.grad(ours, BY_ALL)(*given), jax.jit(jax.grad(ours, BY_ALL))(*given))
 
 
+def test_gradients_are_found_while_compilation_is_disabled(client: bngrad.Client) -> None:
+    given, (ours, theirs) = arguments(FORMATS["NHWC"]), losses(client, "NHWC")
+    with jax.disable_jit():
+        assert_close(jax.grad(ours, BY_ALL)(*given), jax.grad(theirs, BY_ALL)(*given))
+
+
 @pytest.mark.parametrize("data_format", ["NHWC", "NCDHW"])
 def test_a_mapped_dimension_is_one_call(counted: CountedClient, data_format: str) -> None:
     given = arguments(FORMATS[data_format], mapped=3)
