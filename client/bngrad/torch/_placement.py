@@ -21,7 +21,7 @@ _WORTHWHILE = 0.9
 
 
 class Placements:
-    """The placements of a model's layers, printed once all that are in use are fixed."""
+    """The placements of a model's layers; those that are fixed by the same step are printed in one table."""
 
     def __init__(self) -> None:
         self._all: list[Placement] = []
@@ -33,9 +33,9 @@ class Placements:
         return self._all[-1]
 
     def report(self, fixed: Placement) -> None:
-        """Prints a table to stderr, of what was fixed since the last one, if all layers that are in use are fixed."""
+        """Prints a table to stderr, of what was fixed since the last one, unless other layers are about to be fixed."""
         self._unprinted.append(fixed)
-        if any(each.by_client is None and each.is_in_use for each in self._all):
+        if any(each.is_due for each in self._all):
             return
         lines = ["bngrad: medians of the backward passes of batch normalisations, in milliseconds"]
         lines += [each.line() for each in self._all if each in self._unprinted]
@@ -74,9 +74,9 @@ class Placement:
         return self.by_client is False and not self._begun
 
     @property
-    def is_in_use(self) -> bool:
-        """Whether a backward pass has been measured."""
-        return any(self._seconds.values())
+    def is_due(self) -> bool:
+        """Whether the next backward pass fixes it. A layer that is used no longer may stay before that for good."""
+        return self.by_client is None and sum(map(len, self._seconds.values())) == 2 * (_WARM_UPS + _USES) - 1
 
     def next_by_client(self) -> bool:
         """Returns whether the client computes the next backward pass."""

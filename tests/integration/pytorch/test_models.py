@@ -221,6 +221,17 @@ def test_each_choice_is_printed_once(client: bngrad.Client, capfd: pytest.Captur
     assert printed == ["bngrad", "  0", "bngrad", "  1"]
 
 
+def test_a_choice_is_printed_though_another_layer_is_used_no_longer(
+    client: bngrad.Client, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = bngrad.torch.convert_batchnorm(nn.Sequential(*map(nn.BatchNorm1d, (3, 3))), client, where="measured")
+    for step in range(10):
+        if step == 4:
+            model[0].requires_grad_(False)
+        model(torch.randn(4, 3)).pow(3).sum().backward()
+    assert [line.partition(":")[0] for line in capfd.readouterr().err.splitlines()] == ["bngrad", "  1"]
+
+
 def test_layers_whose_uses_alternate_in_size_are_measured_with_both(client: bngrad.Client) -> None:
     placement = Placements().add("layer")
     places: dict[bool, list[int]] = {False: [], True: []}
