@@ -49,8 +49,9 @@ class BatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
     differentiated once more. Anything else is Keras' own: inference, frozen layers, masks, ``renorm``,
     ``synchronized``, float64, and every layer without a client.
 
-    Errors of the client reach the user as errors of TensorFlow's runtime that contain its text. XLA cannot call Python,
-    so ``supports_jit`` is false, and Keras compiles no model with such a layer by XLA.
+    In graphs, errors of the client reach the user as errors of TensorFlow's runtime that contain its text; in eager
+    code as they are. XLA cannot call Python, so ``supports_jit`` is false, and Keras compiles no model with such a
+    layer by XLA.
 
     Attributes:
         client: Computes the gradients; never saved, copied or pickled with the layer. None for Keras' own.
