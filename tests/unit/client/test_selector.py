@@ -598,7 +598,7 @@ def test_a_stream_port_that_drops_packets_delays_no_call_and_is_logged_once(
     assert set(served.ways) == {"grpc"}
     assert served.infos >= 3  # it was tried again
     (record,) = caplog.records
-    assert f"calls go to {served.target} itself" in record.message
+    assert f"calls go to {served.target} by grpcio" in record.message
 
 
 def test_a_connection_that_takes_long_serves_later_calls(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
