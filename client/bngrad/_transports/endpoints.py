@@ -216,21 +216,22 @@ class EndpointDiscovery:
 
     def _warn(self, address: tuple[str, int]) -> None:
         """Logs once what calls do without the server's TCP port."""
-        if not self._has_warned:
-            self._has_warned = True
-            if address == host_and_port_of(self._target):
-                logger.warning(
-                    "%s answers grpcio, but not the SDK's own connections, or has ended them more than once: it may "
-                    "have been started again, or be behind a proxy; calls go by grpcio, more slowly, and the SDK's "
-                    "own connections are tried again from time to time, beside the calls",
-                    self._target,
-                )  # fmt: skip
-                return
-            logger.warning(
-                "%s does not answer at %s, its own address for the SDK, which may be behind a firewall; calls go to %s "
-                "by grpcio, more slowly, and that address is tried again from time to time, beside the calls",
-                self._target, format_host_port(*address), self._target,
-            )  # fmt: skip
+        if self._has_warned:
+            return
+        self._has_warned = True
+        if address == host_and_port_of(self._target):
+            problem = (
+                "answers grpcio, but not the SDK's own connections, or has ended them more than once: it may have been "
+                "started again, or be behind a proxy"
+            )
+        else:
+            place = format_host_port(*address)
+            problem = f"does not answer at {place}, its own address for the SDK, which may be behind a firewall"
+        logger.warning(
+            "%s %s; calls go to %s by grpcio, more slowly, and the SDK's own connections are tried again from time to "
+            "time, beside the calls",
+            self._target, problem, self._target,
+        )  # fmt: skip
 
     def _is_blocked(self, address: Address) -> bool:
         return address in self._blocked and self._blocked[address][0] > time.monotonic()

@@ -66,7 +66,7 @@ class KernelCompiler:
         code = end_process(process, _EXIT_TIMEOUT_S)
         if code and not self._closed.is_set():
             logger.warning("the compiler of kernels ended with exit code %d; requests compile what they need", code)
-        # Where one could not be kept, the cache will hardly have the one of the workers: nobody should wait for it.
+        # If one could not be kept, the first, which workers compile, hardly will be: no client should wait for it.
         self._compiling = () if failed else tuple(name for name in self._compiling if name == _first())
         while self.compiling and not self._closed.wait(_LOOK_EVERY_S):
             pass  # workers still compile the first kernel

@@ -78,7 +78,8 @@ class TlsSocket(ssl.SSLSocket):
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
         """Receives the records that have arrived, as far as the buffer has room; the one flag heeded is `DONT_WAIT`.
 
-        Without it, a short record is the last: it ends most messages, and to ask for more costs threads the GIL.
+        Without it, a short record is the last that is received: most messages end with one, and to ask for more
+        releases the GIL, for which the thread then waits.
         """
         view, received, wanted = memoryview(buffer), 0, min(len(buffer), _TURN_NBYTES)
         until = self._until(flags)
