@@ -227,6 +227,7 @@ def _print_soon(line: str) -> None:
         thread.start()
         thread.join(_PRINT_S)
     if errors:
+        logger.critical("the server ends, since its standard output cannot be written: %s", errors[0].strerror)
         raise errors[0]
 
 

@@ -158,6 +158,19 @@ def test_a_log_that_is_not_read_does_not_block_requests() -> None:
         assert not log.read().strip(b"x")
 
 
+def test_a_server_whose_standard_output_is_closed_says_why_it_ends() -> None:
+    """Like ``bngrad serve | true``."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "bngrad_cli", "serve", "--listen", "127.0.0.1:0", *ONE_WORKER]
+    try:
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    finally:
+        os.close(writing)
+    assert done.returncode == 1
+    assert "the server ends, since its standard output cannot be written: Broken pipe" in done.stderr
+
+
 def test_lines_without_room_are_counted_and_the_others_written() -> None:
     code = """
 import logging, os, sys, time

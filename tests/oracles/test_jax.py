@@ -84,6 +84,13 @@ def test_gradients_are_found_while_compilation_is_disabled(client: bngrad.Client
         assert_close(jax.grad(ours, BY_ALL)(*given), jax.grad(theirs, BY_ALL)(*given))
 
 
+def test_gradients_that_are_not_compiled_lie_on_the_device_of_their_tensors(client: bngrad.Client) -> None:
+    ours, _ = losses(client, "NHWC")
+    device = jax.devices()[1]
+    found = jax.grad(ours, BY_ALL)(*jax.device_put(arguments(FORMATS["NHWC"]), device))
+    assert [each.devices() for each in found] == [{device}] * 3
+
+
 @pytest.mark.parametrize("data_format", ["NHWC", "NCDHW"])
 def test_a_mapped_dimension_is_one_call(counted: CountedClient, data_format: str) -> None:
     given = arguments(FORMATS[data_format], mapped=3)
@@ -162,6 +169,7 @@ def test_replicated_tensors_and_meshes_that_are_set_have_gradients(client: bngra
     set_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
     with set_mesh(mesh):
         assert_close(jax.jit(jax.grad(ours, BY_ALL))(*given), expected)
+        assert_close(jax.grad(ours, BY_ALL)(*replicated), expected)
 
 
 def test_the_third_order_is_refused(client: bngrad.Client) -> None:
@@ -204,6 +212,8 @@ def test_errors_name_the_argument(client: bngrad.Client) -> None:
             bngrad.jax.batch_norm(*given, client=client)
     with bngrad.Client("localhost:1") as closed:
         pass
-    gradient = jax.jit(jax.grad(lambda x: bngrad.jax.batch_norm(x, scale, offset, client=closed)[0].sum()))
+    gradient = jax.grad(lambda x: bngrad.jax.batch_norm(x, scale, offset, client=closed)[0].sum())
+    with pytest.raises(bngrad.ClientClosedError, match="is closed"):
+        gradient(x)
     with pytest.raises(jax.errors.JaxRuntimeError, match="is closed"):
-        jax.block_until_ready(gradient(x))
+        jax.block_until_ready(jax.jit(gradient)(x))

@@ -153,6 +153,12 @@ def test_a_target_is_refused_for_a_client() -> None:
         bngrad.tensorflow.install(target)
 
 
+def test_a_kind_of_reserve_space_that_does_not_exist_is_refused_at_once(client: bngrad.Client) -> None:
+    kind: Any = "std"
+    with pytest.raises(ValueError, match="reserve_space_2_kind must be one of variance, inverse_std, not 'std'"):
+        bngrad.tensorflow.install(client, reserve_space_2_kind=kind)
+
+
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_what_the_client_refuses_is_tensorflows_invalid_argument(in_graph: bool) -> None:
     x = tf.ones((2, 3, 3, 4))

@@ -42,14 +42,13 @@ def _gpu(context: click.Context, parameter: click.Parameter, value: str) -> str:
     "--device",
     default="cuda:0",
     show_default=True,
-    is_eager=True,  # refused before the file of --output is made
     callback=_gpu,
     metavar="DEVICE",
     help="The GPU to test.",
 )
 @click.option(
     "--output",
-    type=click.File("w", lazy=False),
+    type=click.File("w", lazy=True),
     default="bngrad-report.json",
     show_default=True,
     metavar="FILE",
@@ -63,6 +62,7 @@ def report(device: str, output: TextIO, is_long: bool) -> None:
     and some times. It holds no tensors of yours, no names of users or hosts, no paths and no settings. The exit code is
     1 if the GPU fails.
     """
+    _open(output)
     document: dict[str, Any] = {
         "made": time.strftime("%Y-%m-%d", time.gmtime()),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -80,6 +80,15 @@ def report(device: str, output: TextIO, is_long: bool) -> None:
     is_written = _write(document, output)
     sys.stderr.flush()
     os._exit(1 if failure or not is_written else 0)  # a normal exit would call into a device that may hang
+
+
+def _open(output: TextIO) -> None:
+    """Opens the file before the test, which may take a minute; a wrong command line has left it as it was."""
+    try:
+        if isinstance(output, click.utils.LazyFile):
+            output.open()
+    except click.FileError as error:
+        raise click.BadParameter(error.format_message(), param_hint="--output") from error
 
 
 def _write(document: dict[str, Any], output: TextIO) -> bool:

@@ -39,7 +39,8 @@ def batch_norm(
     the mapped dimension into the channels: still one call. In ``jax.shard_map(..., check_vma=False)`` each shard is
     normalised by itself. Mean and variance are returned for moving averages; no gradient flows through them.
 
-    A callback ends with an error of JAX's runtime that contains the client's text.
+    In compiled functions, an error of the client is an error of JAX's runtime that contains its text; elsewhere it is
+    raised as it is.
 
     Args:
         x: float16, bfloat16 or float32; 4-D or 5-D, on one device.

@@ -6,12 +6,12 @@ holds one of these threads, and there is one for each CPU: as many calls at a ti
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -36,9 +36,12 @@ _primitive = Primitive("bngrad_call")
 _primitive.multiple_results = True
 
 
-def _run(*tensors: Any, **parameters: Any) -> Any:
-    with jax.disable_jit(disable=False):  # where it is disabled, this function would call itself
-        return jax.jit(functools.partial(_primitive.bind, **parameters))(*tensors)
+def _run(*tensors: Any, call: Callable[..., tuple[Array, ...]], avals: Any) -> Any:
+    """Calls where nothing is compiled; a program for each call would take longer to compile than the call."""
+    outputs = call(*map(np.asarray, tensors))
+    committed = [each for each in tensors if isinstance(each, jax.Array) and each.committed]
+    places = {each.ndim: each.sharding for each in committed}  # a sharding of a tensor does not fit a vector
+    return [jax.device_put(output, places.get(output.ndim)) for output in outputs]
 
 
 def _outputs(*_: Any, avals: Any, **__: Any) -> Any:

@@ -10,7 +10,7 @@ Keras has no fused batch norm: see `bngrad.keras`. This module needs the extra `
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 try:
     import tensorflow as tf
@@ -28,6 +28,7 @@ __all__ = ["install", "uninstall"]
 
 _OWN = {name: getattr(gen_nn_ops, name) for name in ("fused_batch_norm_grad_v2", "fused_batch_norm_grad_v3")}
 """TensorFlow's own functions."""
+_KINDS: tuple[ReserveSpace2Kind, ...] = get_args(ReserveSpace2Kind)
 
 
 def install(client: Client, *, reserve_space_2_kind: ReserveSpace2Kind = "variance") -> None:
@@ -47,8 +48,11 @@ def install(client: Client, *, reserve_space_2_kind: ReserveSpace2Kind = "varian
 
     Raises:
         TypeError: The client is no `bngrad.Client`.
+        ValueError: There is no such kind of ``reserve_space_2``.
     """
     check_client(client)
+    if reserve_space_2_kind not in _KINDS:
+        raise ValueError(f"reserve_space_2_kind must be one of {', '.join(_KINDS)}, not {reserve_space_2_kind!r}")
     for version, method in ((2, client.fused_batch_norm_grad_v2), (3, client.fused_batch_norm_grad_v3)):
 
         def op(

@@ -124,9 +124,12 @@ class HttpServer:
         """Returns the response to a request, and whether to send its body."""
         if request.method not in {b"GET", b"HEAD"}:
             return text_response(405, "only GET and HEAD are answered\n", {"allow": "GET, HEAD"}), True
-        path = request.target.decode("ascii").partition("?")[0]
         headers = {name.decode("ascii"): value.decode("latin-1") for name, value in request.headers}
         host = headers.get("host", "")  # which HTTP/1.0 may leave out; browsers do not
+        path = request.target.decode("ascii").partition("?")[0]
+        if path.startswith("http://"):  # as a proxy is asked; its host counts, see section 3.2.2 of RFC 9112
+            host, slash, path = path.removeprefix("http://").partition("/")
+            path = slash + path
         if not self._allows_host(host):
             return text_response(421, _WRONG_HOST.format(host[:_MAX_SHOWN])), True
         has_body = request.method == b"GET"

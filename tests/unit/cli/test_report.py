@@ -54,6 +54,13 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_test(tmp_path: Pa
     assert "Traceback" not in done.stderr
 
 
+def test_a_wrong_command_line_leaves_the_last_report_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("the last one")
+    assert report(tmp_path, "and", "a", "word").returncode == 2
+    assert report(tmp_path, "--device", "cpu").returncode == 2
+    assert (tmp_path / "report.json").read_text() == "the last one"
+
+
 def test_a_report_on_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     done = report(tmp_path, "--output", "/dev/full")
     assert done.returncode == 1

@@ -23,7 +23,7 @@ async def _fail(path: str, headers: Mapping[str, str]) -> http.Response:
 async def _answer_of(handler: http.Handler, listener: socket.socket, client: socket.socket) -> bytes:
     """Serves, and returns what a client receives first."""
     client.setblocking(False)
-    await http.HttpServer(handler, lambda host: True).start(listener)
+    await http.HttpServer(handler, lambda host: host == "a").start(listener)
     return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 65536), 30)
 
 
@@ -45,3 +45,14 @@ def test_an_unexpected_error_is_answered() -> None:
     ):
         client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
         assert asyncio.run(_answer_of(_fail, listener, client)).startswith(b"HTTP/1.1 500 ")
+
+
+@pytest.mark.parametrize("target", ["/metrics", "/metrics?x=1", "http://a/metrics", "http://a/metrics?x=1"])
+def test_a_path_is_found_in_every_form_of_a_request(target: str) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname(), 30) as client,
+    ):
+        host = "b" if "://" in target else "a"  # that of the target counts
+        client.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        assert asyncio.run(_answer_of(_answer, listener, client)).endswith(b"\r\n\r\n/metrics")
