@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import click
 
@@ -48,21 +48,21 @@ def _gpu(context: click.Context, parameter: click.Parameter, value: str) -> str:
 )
 @click.option(
     "--output",
-    type=click.File("w", lazy=True),
+    type=click.Path(dir_okay=False, allow_dash=True),
     default="bngrad-report.json",
     show_default=True,
     metavar="FILE",
     help="Where to write the report; - for the standard output.",
 )
 @click.option("--long", "is_long", is_flag=True, help="Test with large problems too, which takes a minute.")
-def report(device: str, output: TextIO, is_long: bool) -> None:
+def report(device: str, output: str, is_long: bool) -> None:
     """Tests a GPU without a server, and writes a report.
 
     The report is a JSON file. It names the GPU, the driver and the versions of packages, the result of the self-test
     and some times. It holds no tensors of yours, no names of users or hosts, no paths and no settings. The exit code is
     1 if the GPU fails.
     """
-    _open(output)
+    file = _opened(output)
     document: dict[str, Any] = {
         "made": time.strftime("%Y-%m-%d", time.gmtime()),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -77,18 +77,17 @@ def report(device: str, output: TextIO, is_long: bool) -> None:
         document["failure"] = f"{type(error).__name__}: {error}"
     failure = document.get("failure")
     click.echo(f"{device}: {failure or document['self_test']}", err=True)
-    is_written = _write(document, output)
+    is_written = _write(document, file)
     sys.stderr.flush()
     os._exit(1 if failure or not is_written else 0)  # a normal exit would call into a device that may hang
 
 
-def _open(output: TextIO) -> None:
+def _opened(name: str) -> TextIO:
     """Opens the file before the test, which may take a minute; a wrong command line has left it as it was."""
     try:
-        if isinstance(output, click.utils.LazyFile):
-            output.open()
-    except click.FileError as error:
-        raise click.BadParameter(error.format_message(), param_hint="--output") from error
+        return cast("TextIO", click.open_file(name, "w"))
+    except OSError as error:
+        raise click.BadParameter(f"{name}: {error.strerror}", param_hint="'--output'") from error
 
 
 def _write(document: dict[str, Any], output: TextIO) -> bool:
