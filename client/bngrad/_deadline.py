@@ -1,13 +1,15 @@
-"""When a call must have ended, and how another thread ends it earlier."""
+"""What ends a call: its deadline, another thread, and Ctrl-C."""
 
 from __future__ import annotations
 
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 _LONGEST_TIMEOUT_S = 10 * 365 * 86400.0
 """Longer ones overflow gRPC's clock."""
@@ -108,3 +110,23 @@ def acquire(lock: threading.RLock, deadline: Deadline, cancellation: Cancellatio
             return True
         if cancellation.cancelled or not deadline.allows(0):
             return False
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Has a SIGINT that comes amid the block, which must be short, take effect at its end."""
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread alone
+        yield
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler):  # the system ignores it, or ends the process
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])

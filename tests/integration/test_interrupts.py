@@ -40,7 +40,6 @@ def say_ready_amid(calls):
     with bngrad.Client(target) as other:
         while other.server_info().requests < calls:
             time.sleep(0.001)
-    time.sleep(0.5)  # A channel of grpcio's that is interrupted while it begins a call keeps a lock for good.
     print("ready", flush=True)
 """
 THREADS = """

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from bngrad._ahead.upload import Place, Server, Upload
 from bngrad._balancing.load_balancer import LoadBalancer
-from bngrad._deadline import Cancellation, Deadline
+from bngrad._deadline import Cancellation, Deadline, held_back
 from bngrad.typing import Array
 
 _FORGET_AFTER_S = 0.1
@@ -42,7 +42,8 @@ class AheadSender:
         upload = Upload(tensor, self._queue.put)
         with self._mutex, suppress(RuntimeError):  # the system has no more threads: calls send the tensor
             if self._thread.ident is None:
-                self._thread.start()
+                with held_back():
+                    self._thread.start()
         self._queue.put(upload)
         return upload
 

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
+from bngrad._deadline import held_back
 from bngrad.typing import Array
 
 _ALONE_BELOW_NBYTES = 2**22
@@ -63,7 +64,8 @@ class Copier:
         if self._thread.ident is None and self._end.alive:
             with self._mutex, contextlib.suppress(RuntimeError):  # the system has no more threads
                 if self._thread.ident is None:
-                    self._thread.start()
+                    with held_back():
+                        self._thread.start()
         return self._thread.ident is not None and self._end.alive
 
     def _keep_off(self, core: int) -> None:

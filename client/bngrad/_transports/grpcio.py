@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import grpc
 
 from bngrad._credentials import Credentials
-from bngrad._deadline import Cancellation, Deadline
+from bngrad._deadline import Cancellation, Deadline, held_back
 from bngrad._errors import InternalError, UnavailableError, from_rpc_error, from_status
 from bngrad._transports.server_state import Answer, ServerState
 from bngrad._transports.tracing import trace_context
@@ -52,7 +52,8 @@ class GrpcioTransport:
                 response, call = callable_.with_call(message, timeout=remaining_s, metadata=metadata)
                 self._note(call)
                 return response
-            future = callable_.future(message, timeout=remaining_s, metadata=metadata)
+            with held_back():  # the channel could not be closed without the thread that this starts
+                future = callable_.future(message, timeout=remaining_s, metadata=metadata)
             try:
                 with cancellation.calls(future.cancel):
                     response = future.result(remaining_s)
@@ -84,7 +85,8 @@ class GrpcioTransport:
         metadata = self._credentials.metadata() + trace_context()
         try:
             requests = _requests(number, header, tensors)
-            responses = exchange(requests, timeout=deadline.remaining_s(), metadata=metadata)
+            with held_back():  # as in unary
+                responses = exchange(requests, timeout=deadline.remaining_s(), metadata=metadata)
             try:
                 with cancellation.calls(responses.cancel):
                     message = next(responses, b"")
@@ -118,7 +120,9 @@ def begin_to_ask(channel: grpc.Channel, method: str, credentials: Credentials, t
         ValueError: The channel was closed.
     """
     ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
-    return ask.future(b"", timeout=timeout_s, metadata=credentials.metadata())
+    metadata = credentials.metadata()
+    with held_back():  # as in unary
+        return ask.future(b"", timeout=timeout_s, metadata=metadata)
 
 
 def _requests(number: int, header: list[Buffer], tensors: Sequence[Buffer]) -> Iterator[bytes]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import pytest
+from grpc import _channel
 from tests.servers import wait_until
 from tests.unit.client.endpoints import SECONDS
 
@@ -204,6 +206,32 @@ def test_an_interrupt_ends_the_call_at_the_server(way: str) -> None:
             made.call(way, 3 * SECONDS, Interrupted())
         assert ended.wait(SECONDS)
         del raised  # kept the frames, and what they refer to, until here
+
+
+@pytest.mark.parametrize("way", ["cancellable", "long", "exchange", "question"])
+def test_a_channel_can_be_closed_after_ctrl_c_has_come_as_a_call_began(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """grpcio counts the call before it starts the thread that ends calls, for which closing waits."""
+    start = _channel._run_channel_spin_thread
+
+    def interrupted(state: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        start(state)
+
+    def call(made: Transport) -> None:
+        if way == "question":
+            begin_to_ask(made.channel, "/service/Ask", made.credentials, SECONDS)
+        else:
+            made.call(way)
+
+    monkeypatch.setattr(_channel, "_run_channel_spin_thread", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with silence() as (made, _, _), pytest.raises(KeyboardInterrupt):
+            call(made)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
