@@ -161,6 +161,26 @@ def test_a_worker_that_does_not_end_delays_the_end_for_seconds_only() -> None:
         assert server.process.wait(TIMEOUT_S / 3) == 0
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+def test_calls_of_stock_clients_that_outlast_the_drain_timeout_do_not_keep_the_server(calls: int) -> None:
+    """The second call waits for the worker that has the first one."""
+    large = np.ones((4, 32, 32, 64), np.float32)  # so each call has a thread
+    options = (*ONE_WORKER, "--drain-timeout", "1")
+    with EmbeddedServer(options=options) as server, ThreadPoolExecutor(calls) as threads:
+        os.kill(worker_pid(server), signal.SIGSTOP)
+        with bngrad.Client(server.target, transport="unary", retries=False) as client:
+            stats = (np.ones(64, np.float32),) * 3
+            answers = [threads.submit(client.fused_batch_norm_grad_v2, large, large, *stats) for _ in range(calls)]
+            wait_until(lambda: client.server_info().requests == calls)
+            server.process.terminate()
+            try:
+                assert server.process.wait(TIMEOUT_S / 3) == 0
+            finally:
+                server.process.kill()
+            for answer in answers:
+                assert isinstance(answer.exception(), bngrad.UnavailableError)
+
+
 def test_a_compiler_of_kernels_that_does_not_end_does_not_delay_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ class Http2Connections:
     """All connections of the port with a good call. Its methods, except `__len__`, are for the event loop's thread.
 
     Attributes:
-        drained: Is set once `drain` was called and no connection is left.
+        drained: Is set once `drain` was called, no connection is left, and no thread has a lane of one.
         idle: The connections without a call; the one that was idle longest comes first.
         readers: The connections that are read from.
         lent: Those that threads have, and such lanes.
@@ -233,10 +233,13 @@ class Http2Connections:
 
     def _after_thread(self, caller: Caller, is_usable: bool) -> None:
         self._on_release(caller)
-        if is_usable:
-            self.await_call(caller)
-        else:
-            self._close(caller)
+        try:
+            if is_usable:
+                self.await_call(caller)
+            else:
+                self._close(caller)
+        finally:
+            self._note_drained()  # a lane may come back after its connection was closed
 
     def fail(self, caller: Caller, error: Exception) -> None:
         """Closes a connection, or a lane of one, because of an error, which it logs."""
@@ -258,8 +261,7 @@ class Http2Connections:
         self._draining = True
         for connection in list(self._all):
             self.end_soon(connection)
-        if not self._all:
-            self.drained.set()
+        self._note_drained()
 
     def renew(self) -> None:
         """Closes TLS connections after the calls that they have, so that clients show their certificates again."""
@@ -327,5 +329,8 @@ class Http2Connections:
         self._closing.discard(connection)
         self._places(connection).leave(connection)
         self._all.discard(connection)
-        if self._draining and not self._all:
+        self._note_drained()
+
+    def _note_drained(self) -> None:
+        if self._draining and not self._all and not self.lent:
             self.drained.set()
