@@ -274,4 +274,6 @@ def serve(config: ServerConfig) -> None:
                 _end_at_once(failed_part)
         logger.info("draining")
     finally:
-        server.stop(config.drain_timeout_s)
+        # After a start that failed, requests would wait in vain for a worker.
+        can_drain = ready.is_set() or server.engine.pool.is_ready
+        server.stop(config.drain_timeout_s if can_drain else 0.0)

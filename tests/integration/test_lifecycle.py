@@ -38,6 +38,7 @@ from tests.servers import (
     wait_until,
     worker_pid,
     worker_pids,
+    workers_of,
 )
 
 import bngrad
@@ -410,6 +411,21 @@ def test_a_worker_that_cannot_start_ends_the_server_with_a_reason() -> None:
     ended = subprocess.run(serve, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert "Error: the worker of device cpu:0 ended before it was ready" in ended.stderr
+
+
+def test_a_server_whose_worker_cannot_start_does_not_wait_for_requests(tmp_path: Path, gate: Path) -> None:
+    address = f"unix:{tmp_path}/bngrad.sock"
+    with (
+        starting_server(address, gate) as process,
+        bngrad.Client(address, retries=False) as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        answer = threads.submit(call, client)
+        wait_until(lambda: client.server_info().requests == 1)
+        (worker,) = workers_of(process.pid)
+        worker.kill()
+        assert process.wait(ServerConfig().drain_timeout_s / 2) == 1
+        assert isinstance(answer.exception(), bngrad.UnavailableError)
 
 
 def test_no_process_of_a_server_imports_from_the_current_folder(
