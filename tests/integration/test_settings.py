@@ -76,6 +76,14 @@ def test_a_server_that_may_open_too_few_files_says_so() -> None:
     assert ended.stderr.startswith(f"Error: {expected}, and may have 32")
 
 
+def test_a_server_that_may_make_no_file_of_the_size_of_its_arena_says_so() -> None:
+    command = ["prlimit", f"--fsize={2**20}", *COMMAND, *CPU]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    expected = "Error: the system does not give what a server needs, see ulimit -a: [Errno 27] File too large"
+    assert ended.stderr.startswith(expected)
+
+
 @pytest.mark.parametrize("megabytes", [400, 800])
 def test_a_server_that_has_too_little_address_space_says_so(megabytes: int) -> None:
     command = ["prlimit", f"--as={megabytes * 1024**2}", *COMMAND, *CPU]

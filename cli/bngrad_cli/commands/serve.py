@@ -64,9 +64,9 @@ def _fail(config: ServerConfig, error: click.ClickException) -> NoReturn:
 
 
 def _is_scarcity(error: Exception) -> bool:
-    """Whether the system had no memory, file or thread left."""
+    """Whether the system had no memory, file or thread left, or allows no file as large as the arena."""
     if "failed to map segment" in str(error.__context__):  # llvmlite cannot be loaded
         return True
     if isinstance(error, OSError):
-        return error.errno in {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+        return error.errno in {errno.EAGAIN, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
     return isinstance(error, MemoryError) or "can't start new thread" in str(error)
