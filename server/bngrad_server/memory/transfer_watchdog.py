@@ -30,6 +30,8 @@ _LEAST_BYTES_PER_S = 1 << 17
 _WINDOW_S = 5.0
 """How long a transfer may stand still; never longer than the timeout."""
 _CHECK_INTERVAL_S = 0.25
+_PAUSE_S = 1.0
+"""A look that is so late shows that this process was stopped meanwhile, or got no processor: no client is to blame."""
 _RATE_INTERVAL_S = 1.0
 _FIRST_INTERVAL_S = 0.5
 """After this time, a transfer has shown its rate if it is less than the least, since first bytes come at once."""
@@ -64,6 +66,10 @@ class _Wait:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._watchdog.remove(self)
+
+    def excuse(self, pause_s: float) -> None:
+        """Takes no account of a time in which this process did nothing."""
+        self.due_at += pause_s
 
 
 class _Pause(_Wait):
@@ -125,6 +131,10 @@ class _Transfer(_Wait):
                     raise self.error from error
             finally:
                 self.error = None  # its traceback has this frame: a reference cycle
+
+    def excuse(self, pause_s: float) -> None:
+        super().excuse(pause_s)
+        self._sampled_at += pause_s
 
     def measure(self, now: float) -> None:
         left_nbytes = max(self._end - self.rpc.traffic.moved, 0)
@@ -226,12 +236,22 @@ class TransferWatchdog:
         self._thread.join()
 
     def _run(self) -> None:
+        began = time.monotonic()
         while not self._closing.wait(_CHECK_INTERVAL_S):
+            pause_s = time.monotonic() - began - _CHECK_INTERVAL_S
             try:
+                if pause_s >= _PAUSE_S:
+                    self._excuse(pause_s)
                 self._look()
             except Exception:  # the next look makes up for it
                 with contextlib.suppress(MemoryError):
                     logger.exception("a look for slow transfers failed")
+            began = time.monotonic()
+
+    def _excuse(self, pause_s: float) -> None:
+        with self._mutex:
+            for wait in self._waits:
+                wait.excuse(pause_s)
 
     def _look(self) -> None:
         now = time.monotonic()

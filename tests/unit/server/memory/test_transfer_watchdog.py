@@ -419,6 +419,26 @@ def test_a_transfer_may_stand_still_for_the_timeout_where_that_is_shorter(clock:
     steps.watchdog.close()
 
 
+@pytest.mark.parametrize(("looks", "is_ended"), [(1, False), (8, True)])
+def test_no_transfer_is_ended_for_a_time_in_which_the_server_itself_was_stopped(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch, looks: int, is_ended: bool
+) -> None:
+    waits_s = [0.25, 60.0, *looks * [0.25]]
+
+    class Closing:
+        def wait(self, timeout_s: float) -> bool:
+            if not waits_s:
+                return True
+            steps.clock.now += waits_s.pop(0)
+            return False
+
+    monkeypatch.setattr(steps.watchdog, "_closing", Closing())
+    call = Call()
+    steps.upload(call, MIB).__enter__()
+    steps.watchdog._run()
+    assert bool(call.ended_by) is is_ended
+
+
 def test_after_an_upload_that_was_ended_its_connection_can_receive_again(steps: Steps) -> None:
     call = Call()
     with pytest.raises(OverloadedError), steps.upload(call, MIB):
