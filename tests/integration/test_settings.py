@@ -72,7 +72,7 @@ def test_a_server_that_may_open_too_few_files_says_so() -> None:
     command = ["prlimit", "--nofile=32:32", *COMMAND, *CPU]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (1, "")
-    expected = "the system does not give what a server needs, see ulimit -a: [Errno 24] a server needs 64 open files"
+    expected = "the system does not give what a server needs, see ulimit -a: [Errno 24] a server needs 256 open files"
     assert ended.stderr.startswith(f"Error: {expected}, and may have 32")
 
 

@@ -17,7 +17,8 @@ from bngrad_wire.addresses import MAX_PATH_NBYTES, format_host_port
 
 _MAX_CONNECTIONS = 4096
 _OTHER_DESCRIPTORS = 2048
-_LEAST_DESCRIPTORS, _MOST_DESCRIPTORS = 64, 1 << 16
+_LEAST_DESCRIPTORS, _MOST_DESCRIPTORS = 256, 1 << 16
+"""With fewer, connections could take those that a new worker needs."""
 _BACKLOG = 1024
 _IDLE_S, _INTERVAL_S = 30, 10
 """After 70 s a connection ends whose client's host has gone: it would keep its place for ever."""
