@@ -242,7 +242,11 @@ class Client:
 
         self._calls.check_open()
         # With the task's context, as asyncio.to_thread does, so that the trace goes on in the thread.
-        future = self._executor.submit(contextvars.copy_context().run, run)
+        try:
+            future = self._executor.submit(contextvars.copy_context().run, run)
+        except RuntimeError:
+            self._calls.check_open()  # another thread may have closed the client just now
+            raise
         try:
             return await asyncio.wrap_future(future, loop=loop)
         except asyncio.CancelledError:

@@ -382,6 +382,22 @@ def test_an_array_is_refused_by_a_client_that_is_closed_meanwhile(monkeypatch: p
         client.empty(3)
 
 
+async def test_a_call_of_a_client_that_another_thread_closes_as_it_begins_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = bngrad.aio.Client("127.0.0.1:1")
+    submit = client._executor.submit
+
+    def close_and_submit(function: Callable[..., Any], *arguments: Any) -> Any:
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(asyncio.run, client.close()).result()
+        return submit(function, *arguments)
+
+    monkeypatch.setattr(client._executor, "submit", close_and_submit)
+    with pytest.raises(bngrad.ClientClosedError, match="is closed"):
+        await client.server_info()
+
+
 def test_closing_ends_the_calls_in_flight() -> None:
     held = Held()
     with peer(held) as target, held, ThreadPoolExecutor(1) as threads:
