@@ -7,9 +7,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 _LONGEST_TIMEOUT_S = 10 * 365 * 86400.0
 """Longer ones overflow gRPC's clock."""
@@ -112,21 +115,40 @@ def acquire(lock: threading.RLock, deadline: Deadline, cancellation: Cancellatio
             return False
 
 
-@contextmanager
-def held_back() -> Iterator[None]:
-    """Has a SIGINT that comes amid the block, which must be short, take effect at its end."""
-    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread alone
-        yield
-        return
+def held_back(begin: Callable[[], Result]) -> Result:
+    """Calls a function, which must be short, and returns its result; a SIGINT that comes meanwhile takes effect after.
+
+    No context manager: an error that the handler of another signal raises between two of its methods would leave SIGINT
+    held back for good.
+    """
     handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler):  # the system ignores it, or ends the process
-        yield
-        return
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        return begin()  # Python handles signals in the main thread alone; or the system ignores it, or ends the process
     came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    is_held_back = True
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if is_held_back:
+            came.append((number, frame))
+        else:  # an error of another handler has kept `restore` from its work
+            handler(number, frame)
+
+    def restore() -> None:
+        if signal.getsignal(signal.SIGINT) is hold:
+            signal.signal(signal.SIGINT, handler)
+
     try:
-        yield
+        # Where a program embeds Python, the main thread may be of another interpreter, or another thread.
+        with suppress(ValueError):
+            signal.signal(signal.SIGINT, hold)
+        return begin()
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[0])
+        is_held_back = False
+        try:
+            restore()
+        except BaseException:
+            restore()
+            raise
+        finally:
+            if came:
+                handler(*came[0])

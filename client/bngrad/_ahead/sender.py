@@ -40,12 +40,15 @@ class AheadSender:
     def send(self, tensor: Array) -> Upload:
         """Begins to send a tensor in C order, which must not change until it was used."""
         upload = Upload(tensor, self._queue.put)
-        with self._mutex, suppress(RuntimeError):  # the system has no more threads: calls send the tensor
+        with self._mutex:
             if self._thread.ident is None:
-                with held_back():
-                    self._thread.start()
+                held_back(self._start)
         self._queue.put(upload)
         return upload
+
+    def _start(self) -> None:
+        with suppress(RuntimeError):  # the system has no more threads: calls send the tensor
+            self._thread.start()
 
     def close(self) -> None:
         """Ends the thread, and what it is sending."""

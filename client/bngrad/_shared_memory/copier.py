@@ -62,11 +62,14 @@ class Copier:
 
     def _has_thread(self) -> bool:
         if self._thread.ident is None and self._end.alive:
-            with self._mutex, contextlib.suppress(RuntimeError):  # the system has no more threads
+            with self._mutex:
                 if self._thread.ident is None:
-                    with held_back():
-                        self._thread.start()
+                    held_back(self._start)
         return self._thread.ident is not None and self._end.alive
+
+    def _start(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the system has no more threads
+            self._thread.start()
 
     def _keep_off(self, core: int) -> None:
         """Has the thread run on other cores than the caller, where Linux often wakes it, and it could not help."""

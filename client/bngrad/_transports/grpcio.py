@@ -52,8 +52,8 @@ class GrpcioTransport:
                 response, call = callable_.with_call(message, timeout=remaining_s, metadata=metadata)
                 self._note(call)
                 return response
-            with held_back():  # the channel could not be closed without the thread that this starts
-                future = callable_.future(message, timeout=remaining_s, metadata=metadata)
+            # The channel could not be closed without the thread that this starts.
+            future = held_back(lambda: callable_.future(message, timeout=remaining_s, metadata=metadata))
             try:
                 with cancellation.calls(future.cancel):
                     response = future.result(remaining_s)
@@ -85,8 +85,8 @@ class GrpcioTransport:
         metadata = self._credentials.metadata() + trace_context()
         try:
             requests = _requests(number, header, tensors)
-            with held_back():  # as in unary
-                responses = exchange(requests, timeout=deadline.remaining_s(), metadata=metadata)
+            # As in unary.
+            responses = held_back(lambda: exchange(requests, timeout=deadline.remaining_s(), metadata=metadata))
             try:
                 with cancellation.calls(responses.cancel):
                     message = next(responses, b"")
@@ -121,8 +121,7 @@ def begin_to_ask(channel: grpc.Channel, method: str, credentials: Credentials, t
     """
     ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
     metadata = credentials.metadata()
-    with held_back():  # as in unary
-        return ask.future(b"", timeout=timeout_s, metadata=metadata)
+    return held_back(lambda: ask.future(b"", timeout=timeout_s, metadata=metadata))  # as in unary
 
 
 def _requests(number: int, header: list[Buffer], tensors: Sequence[Buffer]) -> Iterator[bytes]:

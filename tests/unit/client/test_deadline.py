@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from types import FrameType
 
 import pytest
@@ -39,8 +40,8 @@ def test_ctrl_c_takes_effect_at_the_end_of_the_block() -> None:
         signal.raise_signal(signal.SIGINT)
         done.append(True)
 
-    with pytest.raises(KeyboardInterrupt), held_back():
-        interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        held_back(interrupt)
     assert done
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with pytest.raises(KeyboardInterrupt):
@@ -54,26 +55,27 @@ def test_the_programs_own_handler_is_called_once_per_block() -> None:
     def handle(number: int, frame: FrameType | None) -> None:
         called.append(number)
 
-    signal.signal(signal.SIGINT, handle)
-    with held_back():
+    def interrupt_twice() -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert not called
+
+    signal.signal(signal.SIGINT, handle)
+    held_back(interrupt_twice)
     assert called == [signal.SIGINT]
 
 
 @pytest.mark.usefixtures("default_handler")
 def test_an_error_of_the_block_is_raised_without_ctrl_c() -> None:
-    with pytest.raises(ZeroDivisionError), held_back():
-        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        held_back(lambda: 1 // 0)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.usefixtures("default_handler")
 def test_a_program_that_ignores_ctrl_c_still_does() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with held_back():
-        signal.raise_signal(signal.SIGINT)
+    held_back(lambda: signal.raise_signal(signal.SIGINT))
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
@@ -82,10 +84,44 @@ def test_another_thread_leaves_the_handler_as_it_is() -> None:
     found = []
 
     def look() -> None:
-        with held_back():
-            found.append(signal.getsignal(signal.SIGINT))
+        found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=held_back, args=(look,))
+    thread.start()
+    thread.join()
+    assert found == [signal.default_int_handler]
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_a_handler_that_raises_at_any_moment_never_leaves_ctrl_c_held_back() -> None:
+    """SIGALRM, as programs end what takes too long."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        for delay_us in range(1, 3001):
+            with suppress(TimeoutError):
+                signal.setitimer(signal.ITIMER_REAL, (1 + delay_us % 300) * 1e-6)
+                while True:
+                    held_back(int)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_calls_are_made_where_the_main_thread_is_not_that_of_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def look() -> None:
+        monkeypatch.setattr(threading, "main_thread", threading.current_thread)  # as where a program embeds Python
+        found.append(held_back(lambda: 1))
 
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    assert found == [signal.default_int_handler]
+    assert found == [1]
