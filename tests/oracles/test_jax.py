@@ -91,6 +91,26 @@ def test_gradients_that_are_not_compiled_lie_on_the_device_of_their_tensors(clie
     assert [each.devices() for each in found] == [{device}] * 3
 
 
+def test_gradients_that_are_not_compiled_lie_where_the_compiled_ones_do(client: bngrad.Client) -> None:
+    x, scale, offset = map(jnp.asarray, arguments(FORMATS["NHWC"]))
+    scale = jax.device_put(scale, jax.devices()[1])  # the only one that names its device
+
+    def gradients(x: Any, scale: Any, offset: Any, y_backprop: Any) -> Any:
+        _, backward = jax.vjp(lambda *args: bngrad.jax.batch_norm(*args, client=client)[0], x, scale, offset)
+        return backward(y_backprop)
+
+    eager, compiled = (call(x, scale, offset, jnp.ones_like(x)) for call in (gradients, jax.jit(gradients)))
+    assert [each.devices() for each in eager] == [each.devices() for each in compiled]
+
+
+def test_a_mapped_dimension_of_length_zero_has_empty_gradients(client: bngrad.Client) -> None:
+    _, scale, offset = arguments(FORMATS["NHWC"])
+    loss, _ = losses(client, "NHWC")
+    mapped = jax.vmap(jax.grad(loss, BY_ALL), (0, None, None))
+    empty = jnp.zeros((0, *FORMATS["NHWC"]), jnp.float32)
+    assert [each.shape for each in mapped(empty, scale, offset)] == [empty.shape, (0, 7), (0, 7)]
+
+
 @pytest.mark.parametrize("data_format", ["NHWC", "NCDHW"])
 def test_a_mapped_dimension_is_one_call(counted: CountedClient, data_format: str) -> None:
     given = arguments(FORMATS[data_format], mapped=3)

@@ -38,10 +38,13 @@ _primitive.multiple_results = True
 
 def _run(*tensors: Any, call: Callable[..., tuple[Array, ...]], avals: Any) -> Any:
     """Calls where nothing is compiled; a program for each call would take longer to compile than the call."""
+    if all(0 in aval.shape for aval in avals):  # mapped over nothing: there is nothing to compute
+        return [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
     outputs = call(*map(np.asarray, tensors))
     committed = [each for each in tensors if isinstance(each, jax.Array) and each.committed]
     places = {each.ndim: each.sharding for each in committed}  # a sharding of a tensor does not fit a vector
-    return [jax.device_put(output, places.get(output.ndim)) for output in outputs]
+    device = next((each.sharding for each in committed if each.sharding.num_devices == 1), None)
+    return [jax.device_put(output, places.get(output.ndim, device)) for output in outputs]
 
 
 def _outputs(*_: Any, avals: Any, **__: Any) -> Any:
