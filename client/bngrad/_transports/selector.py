@@ -52,7 +52,7 @@ _POOLED_FROM_NBYTES = 64 * 1024
 """For smaller results NumPy has memory that is not fresh either, and gives it sooner."""
 _ANSWER_TIMEOUT_S = 5.0
 """After this a server that does not say whether it is alive is frozen."""
-_NOT_LOCAL = "it is not on this host, or shares none"
+_NOT_LOCAL = "it is on another host, in another container or of another user, or shares none"
 
 
 class TransportSelector:
