@@ -104,9 +104,10 @@ class ServerInfo:
         requests: How many requests it has received whose answers it has not sent.
         unread_connections: How many connections have sent what it has not read yet, most of them further requests.
         batch_sizes: How many batches it has computed; at index k, those of 2**k to 2**(k + 1) - 1 requests.
-        stream_port: The TCP port to which the SDK connects by its own HTTP/2; 0 for none. Calls from other hosts then
-            go by grpcio to the address that the client was given.
-        stream_host: The host of that port; empty for the host of the address that the client was given.
+        stream_port: The server's TCP port for the SDK's own HTTP/2; 0 for none. Calls from other hosts then go by
+            grpcio to the address that the client was given.
+        stream_host: The host of that port; empty if the SDK connects to the address that it was given instead, whose
+            port a mapping may have changed.
         local_directory: The directory of its Unix sockets for calls and shared memory on its host; empty for none.
         device_remark: Why it does not use some or all GPUs of its machine; empty if it uses all, or there are none.
         compiling: The kernels that are still being compiled for its CPU, such as ``float32-2``, the second order in

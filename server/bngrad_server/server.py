@@ -98,8 +98,11 @@ class Server:
     def endpoints(self) -> tuple[str, str]:
         """Where the SDK connects, by the network and on this host, each "none" if there is none."""
         given = self._servicer.info.endpoints
-        place = format_host_port(given.stream_host, given.stream_port) if given.stream_host else given.stream_port
-        return f"port {place}" if place else "none", given.local_directory or "none"
+        if given.stream_host:
+            place = format_host_port(given.stream_host, given.stream_port)
+        else:
+            place = "the address that it is given" if given.stream_port else "none"
+        return place, given.local_directory or "none"
 
     def start(self) -> None:
         """Starts to accept connections, and returns when every worker is ready.

@@ -71,7 +71,7 @@ def test_tensors_go_to_the_address_that_a_server_advertises(mapping: PortMapping
         advertised = endpoints_of(server.target)
         assert (advertised.stream_host, advertised.stream_port) == ("localhost", mapping.port)
         assert mapping.target in ports_of(server.process.pid)
-        assert f"TCP port {mapping.port} of localhost\n" in run_bngrad("info", server.target).stdout
+        assert f" localhost:{mapping.port}\n" in run_bngrad("info", server.target).stdout
         with bngrad.Client(server.target, transport="unary") as other:
             expected = CASE.run(other, inputs)
         with bngrad.Client(server.target, transport="stream") as client:
@@ -82,6 +82,14 @@ def test_tensors_go_to_the_address_that_a_server_advertises(mapping: PortMapping
 
             wait_until(uses_the_mapping)  # it is tried beside the first calls
             assert_same_bits(CASE.run(client, inputs), expected)
+
+
+def test_info_does_not_name_a_port_that_a_mapping_hides(mapping: PortMapping) -> None:
+    with EmbeddedServer(f"127.0.0.1:{mapping.target}", options=ONE_WORKER) as server:
+        assert server.target.endswith(f":{mapping.target}")
+        told = run_bngrad("info", f"127.0.0.1:{mapping.port}").stdout
+    assert "the address that it is given\n" in told
+    assert str(mapping.target) not in told
 
 
 def test_tensors_go_by_the_port_that_a_client_was_given(mapping: PortMapping) -> None:

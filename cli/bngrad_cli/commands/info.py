@@ -10,6 +10,7 @@ import click
 import bngrad
 from bngrad_cli.target import Target
 from bngrad_cli.target_options import with_target
+from bngrad_wire.addresses import format_host_port
 
 
 @click.command()
@@ -56,8 +57,9 @@ def _lines(server: bngrad.ServerInfo) -> list[tuple[str, str]]:
 
 
 def _stream_address(server: bngrad.ServerInfo) -> str:
-    host = f" of {server.stream_host}" if server.stream_host else ""
-    return f"TCP port {server.stream_port}{host}" if server.stream_port else "the address that it is given, by grpcio"
+    if server.stream_host:
+        return format_host_port(server.stream_host, server.stream_port)
+    return "the address that it is given" + ("" if server.stream_port else ", by grpcio")
 
 
 def _batches(sizes: tuple[int, ...]) -> str:
