@@ -129,6 +129,7 @@ public final class Example {
           & matches("offset_backprop", gradients.offsetBackprop(), expected.offsetBackprop, 1e-6);
     } catch (StatusRuntimeException error) {
       System.err.printf("%s: %s%n", error.getStatus().getCode(), error.getStatus().getDescription());
+      if (error.getCause() != null) System.err.println(error.getCause().getMessage());
       for (FieldViolation violation : BngradClient.violations(error)) {
         System.err.printf("field %s: %s%n", violation.getField(), violation.getDescription());
       }

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from tests.security.authority import HOSTS, Authority
+from tests.servers import free_port
 
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_cli.main import main as command_line
@@ -152,6 +153,12 @@ def test_a_client_that_is_called_wrongly_says_how_to_call_it(
     output = run(*client, *options, "localhost:1", *(() if options else words), exit_code=2)
     assert "BATCH" in output
     assert not re.search("Traceback|Exception|terminate|panic|at .*mjs", output)
+
+
+@pytest.mark.parametrize("language", ["cpp", "javascript", "python", "go", "java"])
+def test_a_client_says_that_nothing_listens(request: pytest.FixtureRequest, language: str) -> None:
+    output = run(*request.getfixturevalue(language), f"localhost:{free_port()}", exit_code=1)
+    assert re.search("connection refused|ECONNREFUSED", output, re.IGNORECASE)
 
 
 @pytest.mark.parametrize(
