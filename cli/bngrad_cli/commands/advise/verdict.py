@@ -79,7 +79,8 @@ def advise(times: Times, target: str) -> Advice:
     if PYTORCH in measured:
         return _beside_pytorch(times, target, [name for name in (SERVER, LOCAL) if name in measured])
     if LOCAL not in measured:
-        return Advice("there is nothing to compare the server with: install PyTorch or bngrad[local]")
+        install = "install PyTorch, or '.[local]' in a checkout of bngrad"
+        return Advice(f"there is nothing to compare the server with: {install}")
     first, second = sorted((SERVER, LOCAL), key=times.total)
     ratio = times.total(first) / times.total(second)
     return Advice(f"{first} takes {ratio:.2f} times as long as {second}; compare with PyTorch where it is installed")
