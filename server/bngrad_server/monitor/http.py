@@ -128,8 +128,8 @@ class HttpServer:
         host = headers.get("host", "")  # which HTTP/1.0 may leave out; browsers do not
         path = request.target.decode("ascii").partition("?")[0]
         if path.startswith("http://"):  # as a proxy is asked; its host counts, see section 3.2.2 of RFC 9112
-            host, slash, path = path.removeprefix("http://").partition("/")
-            path = slash + path
+            host, _, path = path.removeprefix("http://").partition("/")
+            path = f"/{path}"
         if not self._allows_host(host):
             return text_response(421, _WRONG_HOST.format(host[:_MAX_SHOWN])), True
         has_body = request.method == b"GET"

@@ -47,12 +47,21 @@ def test_an_unexpected_error_is_answered() -> None:
         assert asyncio.run(_answer_of(_fail, listener, client)).startswith(b"HTTP/1.1 500 ")
 
 
-@pytest.mark.parametrize("target", ["/metrics", "/metrics?x=1", "http://a/metrics", "http://a/metrics?x=1"])
-def test_a_path_is_found_in_every_form_of_a_request(target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        ("/metrics", "/metrics"),
+        ("/metrics?x=1", "/metrics"),
+        ("http://a/metrics", "/metrics"),
+        ("http://a/metrics?x=1", "/metrics"),
+        ("http://a", "/"),
+    ],
+)
+def test_a_path_is_found_in_every_form_of_a_request(target: str, path: str) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname(), 30) as client,
     ):
         host = "b" if "://" in target else "a"  # that of the target counts
         client.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
-        assert asyncio.run(_answer_of(_answer, listener, client)).endswith(b"\r\n\r\n/metrics")
+        assert asyncio.run(_answer_of(_answer, listener, client)).endswith(f"\r\n\r\n{path}".encode())
