@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from bngrad_cli.commands.top import keys_pressed
 from bngrad_cli.main import main as command_line
 
 FAILURE = {
@@ -144,6 +145,24 @@ def test_a_signal_ends_it_and_leaves_the_terminal_as_it_was(address: str, number
         read_until(terminal, "\x1b[?1049l")  # shows the screen that was there before
         assert exit_code(process) == code
         assert termios.tcgetattr(terminal) == before
+
+
+def test_a_signal_whose_exception_python_dropped_ends_the_wait() -> None:
+    dropped: list[int] = []
+
+    def end(number: int, _: object) -> None:
+        if dropped:
+            raise KeyboardInterrupt
+        dropped.append(number)
+
+    before = signal.signal(signal.SIGUSR1, end)
+    try:
+        with keys_pressed() as keys:
+            signal.raise_signal(signal.SIGUSR1)
+            with pytest.raises(KeyboardInterrupt):
+                keys.wait_for_q(60)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_without_a_terminal_the_screen_is_printed_once(address: str) -> None:

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import select
+import signal
 import sys
 import termios
 import time
@@ -87,7 +88,7 @@ def top(address: str, *, once: bool, as_json: bool, interval: float) -> None:
         wide_console().print(screen(address, status))
     else:
         live = Live(_fitted(screen(address, status, is_short=True), console), console=console, screen=True)
-        with contextlib.suppress(KeyboardInterrupt), _keys() as keys, contextlib.ExitStack() as stack:
+        with contextlib.suppress(KeyboardInterrupt), keys_pressed() as keys, contextlib.ExitStack() as stack:
             stack.callback(live.stop)  # also if a signal interrupts the start
             live.start(refresh=True)
             while not keys.wait_for_q(interval):
@@ -117,16 +118,19 @@ def _status(address: str) -> dict[str, Any]:
 class _Keys:
     """The keys that are pressed while the screen is shown; none where the input is no terminal."""
 
-    def __init__(self, fd: int | None) -> None:
+    def __init__(self, fd: int | None, signals: int) -> None:
         self._fd = fd
+        self._signals = signals
 
     def wait_for_q(self, seconds: float) -> bool:
         """Waits this long, or until q is pressed; returns whether it was."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            if self._fd is None:
-                time.sleep(left)
-            elif select.select([self._fd], [], [], left)[0]:
+            waited_for = [fd for fd in (self._fd, self._signals) if fd is not None]
+            readable = select.select(waited_for, [], [], left)[0]
+            if self._signals in readable:
+                signal.raise_signal(os.read(self._signals, 1)[0])
+            if self._fd in readable:
                 key = os.read(self._fd, 1)
                 if key in (b"q", b"Q"):
                     return True
@@ -136,18 +140,37 @@ class _Keys:
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[_Keys]:
+def keys_pressed() -> Iterator[_Keys]:
     """Has the terminal pass on each key at once, during the block."""
-    if not _may_read_keys():
-        yield _Keys(None)
-        return
-    fd = sys.stdin.fileno()
-    before = termios.tcgetattr(fd)
+    with _signals() as signals:
+        if not _may_read_keys():
+            yield _Keys(None, signals)
+            return
+        fd = sys.stdin.fileno()
+        before = termios.tcgetattr(fd)
+        try:
+            tty.setcbreak(fd)
+            yield _Keys(fd, signals)
+        finally:
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[int]:
+    """Yields a pipe that each signal writes its number to, during the block.
+
+    Without it a signal just before a wait would not end the wait, and Python drops the exception of one amid a
+    finaliser.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
-        tty.setcbreak(fd)
-        yield _Keys(fd)
+        yield reading
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        signal.set_wakeup_fd(before)
+        os.close(writing)
+        os.close(reading)
 
 
 def _may_read_keys() -> bool:
