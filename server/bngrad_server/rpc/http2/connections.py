@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
@@ -34,6 +35,8 @@ _BREACH_SCORE = 16.0
 """What a breach of the protocol counts for in `bngrad_server.rpc.http2.limits.penalties`."""
 _FUTILE_SCORE = 2.0
 """What a call with a malformed message, or one more that was cancelled, counts for, there and for the next calls."""
+_PAUSE_S = 1.0
+"""A tick that is so late shows that this process was stopped meanwhile, or got no processor: no client is to blame."""
 
 
 class Http2Connections:
@@ -84,6 +87,7 @@ class Http2Connections:
         self._penalties = Penalties()
         self._closing = Deliveries()
         self._draining = False
+        self._ticked_at = time.monotonic()
 
     def __len__(self) -> int:
         return len(self._all)
@@ -205,6 +209,7 @@ class Http2Connections:
 
     def tick(self) -> None:
         """Does what is due; to be called several times a second."""
+        self._excuse_pause()
         for connection in self.readers.paused.resume():
             if connection.http.is_multiplexed:
                 self.lanes.settle(connection)
@@ -217,6 +222,14 @@ class Http2Connections:
             self._close(connection)
         for connection in self._closing:
             self._close_once_delivered(connection)
+
+    def _excuse_pause(self) -> None:
+        """Takes no account of a time in which this process did nothing."""
+        now = time.monotonic()
+        pause_s, self._ticked_at = now - self._ticked_at, now
+        if pause_s >= _PAUSE_S:
+            self.readers.excuse(pause_s)
+            self.lanes.excuse(pause_s)
 
     def _has_no_thread(self, connection: Connection) -> bool:
         return connection in self.idle or bool(connection.lanes)

@@ -128,6 +128,11 @@ class Readers:
         else:
             self.amid_frame.pop(connection, None)
 
+    def excuse(self, pause_s: float) -> None:
+        """Gives clients a time again in which this process did nothing."""
+        for connection in self.amid_frame:
+            self.amid_frame[connection] += pause_s
+
     def overdue(self, is_read_here: Callable[[Connection], bool]) -> Iterator[Connection]:
         """Reads again what was put off, and yields the connections whose frames do not end in time.
 

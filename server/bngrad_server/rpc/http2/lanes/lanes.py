@@ -127,6 +127,12 @@ class Lanes:
                 self.end(lane)
         connection.http.is_corked = False
 
+    def excuse(self, pause_s: float) -> None:
+        """See `bngrad_server.rpc.http2.reading.Readers.excuse`."""
+        for lane in self.undelivered:
+            self.undelivered[lane] += pause_s
+        self.unsent.excuse(pause_s)
+
     def give_up_overdue(self) -> Iterator[Connection]:
         """Ends the calls whose answers are taken too slowly; yields the connections of which nothing is taken."""
         now = time.monotonic()

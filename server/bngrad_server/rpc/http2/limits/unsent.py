@@ -23,6 +23,11 @@ class Unsent:
         elif connection not in self._all:
             self._all[connection] = connection.http.io.moved, time.monotonic()
 
+    def excuse(self, pause_s: float) -> None:
+        """See `bngrad_server.rpc.http2.reading.Readers.excuse`."""
+        for connection, (moved, since) in self._all.items():
+            self._all[connection] = moved, since + pause_s
+
     def overdue(self) -> Iterator[Connection]:
         """Yields those whose clients have taken nothing for too long."""
         now = time.monotonic()

@@ -14,10 +14,12 @@ from functools import partial
 from unittest import mock
 
 import pytest
-from tests.unit.server.rpc.http2.raw_client import Raw, raw
+from tests.raw_http2 import data, headers, prefixed
+from tests.unit.server.rpc.http2.raw_client import Raw, check_sum, raw
 from tests.unit.server.rpc.http2.service import (
     INVALID_ARGUMENT,
     PATH,
+    REQUEST,
     RESOURCE_EXHAUSTED,
     TOO_MANY_FIELDS,
     Service,
@@ -220,6 +222,25 @@ def test_a_frame_must_become_whole(service: Service, monkeypatch: pytest.MonkeyP
     assert idle.usable
     assert service.engine.observer.metrics.status()["refused_connections"]["silent"] == 1
     wait_until(lambda: delays_next_connection(service, client))
+
+
+def test_no_frame_is_late_for_a_time_in_which_the_server_itself_was_stopped(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_FRAME_TIMEOUT_S", 1.0)
+    client = raw(service)
+    client.ask(1)
+    client.answer(1)
+    call = headers(PATH, 3) + data(prefixed(REQUEST), 3, end=True)
+    client.send(call[:5])
+    wait_until(lambda: bool(service.port._connections.readers.amid_frame))
+    resumed = threading.Event()
+    service.port._event_loop.call_soon(partial(time.sleep, 1.5))
+    service.port._event_loop.call_soon(resumed.set)
+    assert resumed.wait(TIMEOUT_S)
+    time.sleep(0.3)  # so that it has looked for late frames
+    client.send(call[5:])
+    check_sum(client.answer(3))
 
 
 def delays_next_connection(service: Service, client: str) -> bool:
