@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,10 @@ _SOUND_AFTER_S = 1.0
 _START_TIMEOUT_S = 60.0
 """Until the worker is ready: libraries that come from a slow disk, and drivers of GPUs, let no other thread run while
 they are loaded."""
+_PAUSE_S = 1.0
+"""A look at a worker that is so late shows that this process was stopped meanwhile, or got no processor."""
+_EXCUSED_S = 30.0
+"""For how long no batch is late after that: the worker was perhaps stopped, too."""
 
 
 class WorkerState(enum.Enum):
@@ -212,11 +217,15 @@ class Supervisor:
     def _watch(self, worker: WorkerProcess) -> str:
         """Returns once the worker has ended, or was killed, with the reason."""
         self._failure = ""
-        silences = 0
+        silences, excused_until = 0, -math.inf
         while True:
             is_starting = self._ready_since is None
             timeout_s = max(self._timeout_s, _START_TIMEOUT_S) if is_starting else self._timeout_s
+            due_at = time.monotonic() + timeout_s / 2
             packet = worker.receive_report(timeout_s / 2)
+            now = time.monotonic()
+            if now >= due_at + _PAUSE_S:
+                excused_until = now + _EXCUSED_S
             if packet == b"":
                 return f": {self._failure}" if self._failure else ""
             # Two silences in a row: in the first, this process itself may have been stopped for a while.
@@ -224,7 +233,7 @@ class Supervisor:
             if silences == 2:
                 worker.kill()
                 return f" for sending no heartbeat for {timeout_s:g} s"
-            if worker.is_late:
+            if worker.is_late and now >= excused_until:
                 worker.kill()
                 return " for taking too long over a batch"
             with contextlib.suppress(WorkerDiedError):  # then the next packet is empty

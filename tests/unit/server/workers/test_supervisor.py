@@ -6,6 +6,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -119,6 +120,25 @@ def test_a_single_silence_kills_no_worker(supervise: Supervise) -> None:
     wait_until(lambda: not only.reports)
     assert not only.killed
     assert supervisor.status().restarts == 0
+
+
+@pytest.mark.parametrize(("looks", "is_killed"), [(5, False), (9, True)])
+def test_no_batch_is_late_for_a_time_in_which_the_front_process_itself_was_stopped(
+    supervise: Supervise, monkeypatch: pytest.MonkeyPatch, looks: int, is_killed: bool
+) -> None:
+    waits_s, clock = [0.0, 60.0, *looks * [4.0], 0.0], SimpleNamespace(now=0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    supervisor, (first, _) = supervise([READY, LATE, *looks * [LATE]], [READY])
+    receive_report = first.receive_report
+
+    def receive_late(timeout_s: float) -> bytes | None:
+        clock.now += waits_s.pop(0)
+        return receive_report(timeout_s)
+
+    monkeypatch.setattr(first, "receive_report", receive_late)
+    supervisor.start()
+    wait_until(lambda: first.killed or len(waits_s) == 0)
+    assert first.killed is is_killed
 
 
 def test_a_worker_that_replaces_another_is_told_of_the_regions_that_are_left(supervise: Supervise) -> None:
