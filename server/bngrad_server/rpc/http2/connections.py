@@ -168,6 +168,8 @@ class Http2Connections:
             self._watch(connection)
             if connection.http.has_pending_input:
                 self.readers.read_soon(connection)
+            else:  # the next frame may have begun to arrive with the call
+                self.readers.note_partial_frame(connection)
 
     def after_frames(self, connection: Connection) -> None:
         """Answers frames that began no call, and goes on to read."""

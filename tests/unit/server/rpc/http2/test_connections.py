@@ -224,6 +224,18 @@ def test_a_frame_must_become_whole(service: Service, monkeypatch: pytest.MonkeyP
     wait_until(lambda: delays_next_connection(service, client))
 
 
+def test_a_frame_that_begins_with_the_call_before_it_must_become_whole(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_FRAME_TIMEOUT_S", 0.3)
+    (client,) = connected(service, 1)
+    block = encode([*REQUEST_HEADERS[:2], (":path", SERVER_INFO_PATH), *REQUEST_HEADERS[3:]])
+    call = frames.frame(frames.HEADERS, frames.END_HEADERS, 3, block) + data(prefixed(b""), 3, end=True)
+    client.io.send([call + call[:5]])
+    wait_until(lambda: len(service.port._connections) == 0)
+    assert service.engine.observer.metrics.status()["refused_connections"]["silent"] == 1
+
+
 def test_no_frame_is_late_for_a_time_in_which_the_server_itself_was_stopped(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
