@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import socket
-import struct
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -35,7 +32,6 @@ _LOOK_S = 1.0
 """How often a call with a long timeout looks whether the server is still there."""
 _CHUNK_NBYTES = 2**28
 _MAX_HEADER_NBYTES = 64 * 2**20
-_RESET = struct.pack("ii", 1, 0)
 Result = TypeVar("Result")
 
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -257,7 +253,7 @@ class Http2Transport:
             io.set_timeout(_LOOK_S if is_long else remaining_s)
             return remaining_s
 
-        cancellation.attach(functools.partial(_reset if abandoned is None else stop_reading, lent.sock))
+        cancellation.attach(functools.partial(http2.abort if abandoned is None else stop_reading, lent.sock))
         try:
             if abandoned is not None:
                 abandoned.begin(lent.sock)
@@ -300,10 +296,3 @@ class Http2Transport:
 def _rounded(timeout_s: float | None) -> float | None:
     """Rounds long timeouts up to whole seconds: to repeat the timeout of the socket, and the header, is cheaper."""
     return math.ceil(timeout_s) if timeout_s is not None and timeout_s >= _LONG_TIMEOUT_S else timeout_s
-
-
-def _reset(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        # Closing then sends an RST; else a server would wait a minute for us to read its answer.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        sock.shutdown(socket.SHUT_RDWR)

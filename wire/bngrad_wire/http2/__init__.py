@@ -19,6 +19,7 @@ from bngrad_wire.http2.server.lane import Lane
 from bngrad_wire.http2.server.multiplexed import MultiplexedConnection
 from bngrad_wire.http2.server.outbound import KeptAnswers
 from bngrad_wire.http2.server.relay import Uploads
+from bngrad_wire.http2.sockets.aborting import abort
 from bngrad_wire.http2.sockets.timeouts import set_timeout
 from bngrad_wire.http2.sockets.tls import TlsSocket
 
@@ -36,5 +37,6 @@ __all__ = [
     "ServerConnection",
     "TlsSocket",
     "Uploads",
+    "abort",
     "set_timeout",
 ]

@@ -17,7 +17,6 @@ from itertools import chain
 
 from bngrad_server.rpc.http2.connection import Caller, Connection, Lane
 from bngrad_server.rpc.http2.delivery import Deliveries
-from bngrad_server.rpc.http2.handlers import abort
 from bngrad_server.rpc.http2.lanes.lanes import Lanes
 from bngrad_server.rpc.http2.lending import Lending
 from bngrad_server.rpc.http2.limits.penalties import Penalties, peer_of
@@ -303,7 +302,7 @@ class Http2Connections:
         """Closes a connection; one that is lent, once its thread has seen it broken."""
         if connection in self.lent:
             connection.is_outdated = True
-            abort(connection.sock)
+            http2.abort(connection.sock)
         else:
             self._close(connection)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -39,7 +36,6 @@ _OTHER_NBYTES = 64 * 1024
 """The largest message of a call that is no op."""
 _OTHER_WAITS = 2
 """How often such a call waits for another message, each time for the timeout that `Http2Calls` gives the socket."""
-_RESET = struct.pack("ii", 1, 0)
 
 
 class Http2Handler:
@@ -285,15 +281,6 @@ def is_sdk(call: http2.ServerCall) -> bool:
 def deadline_of(call: http2.ServerCall) -> float | None:
     """The deadline of a call that begins now, by the monotonic clock."""
     return None if call.timeout_s is None else time.monotonic() + call.timeout_s
-
-
-def abort(sock: socket.socket) -> None:
-    """Ends a connection from any thread; the thread that uses it sees it broken."""
-    with suppress(OSError):
-        # Closing then sends an RST; else a client that waits for room to send, while the thread reads the rest, would
-        # not learn of it: what is read after a shutdown makes no room.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        sock.shutdown(socket.SHUT_RDWR)
 
 
 def refuse(call: http2.ServerCall, error: Exception) -> None:

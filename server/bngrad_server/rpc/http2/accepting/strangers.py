@@ -16,7 +16,7 @@ from functools import partial
 
 from bngrad_server.rpc.http2.accepting.acceptor import Acceptor
 from bngrad_server.rpc.http2.accepting.stranger import Stranger
-from bngrad_server.rpc.http2.handlers import Http2Handler, abort, refuse
+from bngrad_server.rpc.http2.handlers import Http2Handler, refuse
 from bngrad_server.rpc.http2.limits.penalties import Penalties, peer_of
 from bngrad_server.rpc.http2.limits.places import Places
 from bngrad_server.rpc.other_calls import OtherCalls
@@ -214,7 +214,8 @@ class Strangers:
         if call.failure is not None:  # reset at once
             call.end()
             return False
-        handler = Http2Handler(self._servicer, self._others, partial(abort, stranger.sock), http.io, stranger.client)
+        end = partial(http2.abort, stranger.sock)
+        handler = Http2Handler(self._servicer, self._others, end, http.io, stranger.client)
         try:
             rpc = handler.checked_context(call)
         except Exception as error:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -164,32 +162,6 @@ def test_memory_is_lent_to_clients_only_where_no_token_tells_them_apart(
     check_answered(ask(service.connect(), metadata=(("authorization", f"Bearer {token}"),)))
     service.close()
     assert lent == [not has_tokens]
-
-
-def test_a_connection_that_is_closed_already_can_be_aborted() -> None:
-    near, far = socket.socketpair()
-    for sock in (near, far):
-        sock.close()
-    handlers.abort(near)
-
-
-def test_a_client_that_waits_for_room_to_send_learns_that_its_connection_was_aborted() -> None:
-    """Although a thread reads what had arrived before it closes the connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = socket.create_connection(listener.getsockname())
-        server = listener.accept()[0]
-    with client:
-        with server:
-            client.settimeout(0.5)
-            with suppress(TimeoutError):
-                while True:
-                    client.send(bytes(2**16))
-            handlers.abort(server)
-            while server.recv(2**16):
-                pass
-        client.settimeout(TIMEOUT_S)
-        with pytest.raises(ConnectionError):
-            client.sendall(bytes(2**24))
 
 
 def test_a_call_that_is_not_served_is_counted_and_its_path_is_told_cut(service: Service) -> None:
