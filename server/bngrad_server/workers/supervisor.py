@@ -96,13 +96,13 @@ class Supervisor:
         self._memory_bytes = self._memory_used_bytes = 0
         self._failure = ""
         self._restarts = 0
-        self._busy_before_s = 0.0  # by the workers before
         self._ready_since: float | None = None
         self._ended_at: float | None = None  # the worker before
         self._closing = threading.Event()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"supervisor-{name}", daemon=True)
         self._mutex = threading.Lock()  # guards what follows
+        self._busy_before_s = 0.0  # by the workers before
         self._regions: dict[int, Region] = {}
         self._mapping: WorkerProcess | None = None
         """The worker that has been sent all regions, and is sent every change."""
@@ -133,8 +133,8 @@ class Supervisor:
     def status(self) -> DeviceStatus:
         """The state of the device and its worker."""
         state = WorkerState.READY if self.is_ready else WorkerState.STARTING
-        worker = self._worker
-        busy_s = self._busy_before_s + (0.0 if worker is None else worker.busy_s)
+        with self._mutex:  # or a worker that is just replaced could count twice
+            busy_s = self._busy_before_s + (0.0 if self._worker is None else self._worker.busy_s)
         memory = self._memory_bytes, self._memory_used_bytes
         return DeviceStatus(self.name, self._description, *memory, state, self._restarts, busy_s)
 
@@ -196,8 +196,9 @@ class Supervisor:
     def _run_worker(self) -> bool:
         """Keeps a worker in use until it ends, and returns whether that was for long."""
         worker, before = self._start_process(), self._worker
-        busy_before_s = self._busy_before_s + (before.busy_s if before is not None else 0.0)
-        self._worker, self._busy_before_s = worker, busy_before_s
+        with self._mutex:
+            self._worker = worker
+            self._busy_before_s += 0.0 if before is None else before.busy_s
         try:
             if self._closing.is_set():  # `begin_to_stop` came too early to see this worker
                 return True
