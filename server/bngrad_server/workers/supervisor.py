@@ -238,9 +238,9 @@ class Supervisor:
                 worker.kill()
                 return " for taking too long over a batch"
             with contextlib.suppress(WorkerDiedError):  # then the next packet is empty
+                if packet is not None:
+                    self._handle(packet, worker)
                 worker.flush_pending()
-            if packet is not None:
-                self._handle(packet, worker)
 
     def _handle(self, packet: bytes, worker: WorkerProcess) -> None:
         kind, content = packet[:1], packet[1:]

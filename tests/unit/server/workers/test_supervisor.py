@@ -113,6 +113,18 @@ def test_a_worker_that_hangs_is_killed_and_replaced(
     assert f"worker of device cpu ended {reason}" in caplog.text
 
 
+def test_a_worker_that_dies_once_it_is_ready_is_replaced_like_any_other(
+    supervise: Supervise, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor, (_, second, _) = supervise([READY, b""], [READY, b""], [READY])
+    supervisor.map(Region(1, b"", -1, 1, ""))
+    monkeypatch.setattr(second, "change_region", mock.Mock(side_effect=WorkerDiedError("closed its socket")))
+    supervisor.start()
+    wait_until(lambda: supervisor.status().restarts == 2 and supervisor.is_ready)
+    assert caplog.text.count("worker of device cpu ended") == 2
+    assert "cannot be started" not in caplog.text
+
+
 def test_a_single_silence_kills_no_worker(supervise: Supervise) -> None:
     """The front process itself may have been stopped for a while."""
     supervisor, (only,) = supervise([READY, *[SILENCE, HEARTBEAT] * 5])
