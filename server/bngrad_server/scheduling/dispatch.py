@@ -81,11 +81,18 @@ class Dispatcher:
         batches, look_at = self._batcher.begin_batches()
         for batch in batches:
             self._batches += 1
-            for run in batch.busy:
-                self._event_loop.add_priority_reader(run.fileno(), functools.partial(self._finish, batch, run))
-            if not batch.busy:
+            runs = list(batch.busy)
+            for run in runs:
+                self._expect(batch, run)
+            if not runs:
                 self._end(batch)
         return look_at
+
+    def _expect(self, batch: Batch, run: Run) -> None:
+        try:
+            self._event_loop.add_priority_reader(run.fileno(), functools.partial(self._finish, batch, run))
+        except OSError:  # no memory, or too many descriptors are watched
+            self._finish(batch, run)  # waits for the worker
 
     def _finish(self, batch: Batch, run: Run) -> None:
         self._event_loop.remove_priority_reader(run.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 from tests.garbage import no_exceptions_left
@@ -665,6 +667,27 @@ def test_the_event_loop_ends_a_split_job_once_no_worker_has_it_also_after_an_une
     successor = GatedWorker()
     batcher.offer(successor)
     assert successor.compute() == [only]
+    assert has_ended.wait(TIMEOUT_S)
+    only.check()
+    event_loop.stop(TIMEOUT_S)
+    assert not event_loop.is_alive
+
+
+def test_the_event_loop_waits_for_workers_that_the_system_cannot_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    batcher, event_loop = Batcher(max_jobs=3, max_bytes=4000), EventLoop("event-loop")
+    Dispatcher(event_loop, batcher)
+    no_room = OSError(errno.ENOSPC, "too many descriptors are watched")
+    monkeypatch.setattr(event_loop, "add_priority_reader", mock.Mock(side_effect=no_room))
+    event_loop.start()
+    workers = [GatedWorker(), GatedWorker()]
+    for each in workers:
+        batcher.offer(each)
+    only, has_ended = large_job(), threading.Event()
+    only.on_end = has_ended.set
+    batcher.submit(only)
+    event_loop.call_soon(lambda: None)
+    for each in workers:
+        each.next_batch()[1].set_result([None])
     assert has_ended.wait(TIMEOUT_S)
     only.check()
     event_loop.stop(TIMEOUT_S)
