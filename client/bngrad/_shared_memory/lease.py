@@ -6,7 +6,7 @@ import contextlib
 import socket
 from io import FileIO
 
-from bngrad._deadline import Cancellation, Deadline
+from bngrad._deadline import Cancellation, Deadline, held_back
 from bngrad_wire import lease_protocol
 
 _LEASE_TIMEOUT_S = 5.0
@@ -58,8 +58,8 @@ def lease_region(
                 raise LeaseEndedError("the call was cancelled")
             lease.sendall(lease_protocol.pack_request(nbytes, authorization), socket.MSG_NOSIGNAL)
             lease.settimeout(_timeout_s(deadline))
-            answer, fds, flags, _ = socket.recv_fds(lease, 1024, 1)
-            files = [FileIO(fd) for fd in fds]  # which close themselves, whatever comes
+            lease.recv(1, socket.MSG_PEEK)  # waits, where Ctrl-C can end that
+            answer, files, flags = held_back(lambda: _received(lease))
         if flags & socket.MSG_CTRUNC:
             raise LeaseError("this process has no file descriptor left for the server's memory")
         if answer == b"":
@@ -73,11 +73,17 @@ def lease_region(
         if isinstance(error, BlockingIOError):
             raise LeaseRefusedError("too many clients wait to be leased memory") from error
         raise UnreachableError(f"the server leases no memory: {error}") from error
-    except LeaseError:
+    except BaseException:
         lease.close()
         raise
     lease.setblocking(False)  # from now on it is only polled
     return lease, answer, files[0]
+
+
+def _received(lease: socket.socket) -> tuple[bytes, list[FileIO], int]:
+    """Receives the server's answer, its descriptors as files, which close themselves, and the flags of recvmsg(2)."""
+    answer, fds, flags, _ = socket.recv_fds(lease, 1024, 1)
+    return answer, [FileIO(fd) for fd in fds], flags
 
 
 def shut_down(sock: socket.socket) -> None:

@@ -7,22 +7,25 @@ import itertools
 import os
 import random
 import resource
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from io import FileIO
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.servers import wait_until
 from tests.unit.client.calls import interrupt_after, interrupt_at
 from tests.unit.client.endpoints import full_listener
 
@@ -506,6 +509,28 @@ def test_memory_that_was_leased_while_the_pool_closed_is_given_back(monkeypatch:
         with pytest.raises(LeaseError, match="the client was closed"):
             pool.empty((1,), BYTE)
         assert server.ended.wait(SECONDS)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # it closes itself
+def test_ctrl_c_as_memory_is_leased_loses_no_descriptor() -> None:
+    def interrupt(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        if frame.f_code is not socket.recv_fds.__code__:
+            return None
+        if event == "return":
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return interrupt
+
+    with closing(LeasesInThread()) as server, closing(Pool(server.path)) as pool:
+        before = len(os.listdir("/proc/self/fd"))
+        sys.settrace(interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                pool.empty((1,), BYTE)
+        finally:
+            sys.settrace(None)
+        assert server.ended.wait(SECONDS)
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 def test_closing_ends_the_thread_that_helps_to_copy() -> None:
