@@ -49,7 +49,7 @@ class Autoscaler:
         up = self._since(now - policy.upscale_delay_s)
         down = self._since(now - policy.downscale_delay_s)
         more, fewer = min(up, default=current), max(down, default=current)
-        return max(more, current) if more > current else min(fewer, current)
+        return more if more > current else min(fewer, current)
 
     def _since(self, begin: float) -> list[int]:
         """What was wanted since then; nothing if that is before the first answer."""
