@@ -16,8 +16,6 @@ from bngrad_wire.http2.sockets import tls
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    certificate: bytes
-    key: bytes
     client_ca: bytes | None
     context: ssl.SSLContext
 
@@ -66,7 +64,8 @@ def _client_of(common: Iterable[str], alternative: Iterable[str], default: str) 
 
 def _read(certificate_path: Path, key_path: Path, client_ca_path: Path | None) -> _Loaded:
     """Reads the files, and checks that they belong together."""
-    certificate, key = read_guarded(certificate_path, private=False), read_guarded(key_path, private=True)
+    read_guarded(certificate_path, private=False)
+    read_guarded(key_path, private=True)
     client_ca = None if client_ca_path is None else read_guarded(client_ca_path, private=False)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.prepare(context)
@@ -83,7 +82,7 @@ def _read(certificate_path: Path, key_path: Path, client_ca_path: Path | None) -
             context.load_verify_locations(cadata=client_ca.decode("ascii", "ignore"))
         except (ssl.SSLError, ValueError) as error:  # the latter for an empty file
             raise ValueError(f"{client_ca_path} has no certificate of an authority: {error}") from error
-    return _Loaded(certificate, key, client_ca, context)
+    return _Loaded(client_ca, context)
 
 
 def _refuse_password(key_path: Path) -> str:
