@@ -78,7 +78,6 @@ class Http2Connections:
         self.lanes = Lanes(event_loop, self.readers, self._is_served, self._after_call, self.fail, allowance_s)
         self._metrics = metrics
         self._on_breach = on_breach
-        self._on_readable = on_readable
         self._on_release = on_release
         self._all: set[Connection] = set()
         self._remote: Places[Connection] = Places(max_connections())
