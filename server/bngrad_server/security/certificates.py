@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,14 @@ from bngrad_server.security.reload import ReloadedFiles
 from bngrad_wire.http2.sockets import tls
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    client_ca: bytes | None
-    context: ssl.SSLContext
+class _Context(ssl.SSLContext):
+    """What connections are shaken hands with.
+
+    Attributes:
+        client_ca: The authorities of clients.
+    """
+
+    client_ca: bytes | None = None
 
 
 class Certificates:
@@ -41,12 +45,17 @@ class Certificates:
     @property
     def context(self) -> ssl.SSLContext:
         """The context for the next connection."""
-        return self._files.content.context
+        return self._files.content
 
     @property
     def client_ca(self) -> bytes | None:
         """The current authorities of clients; None where clients need no certificate."""
         return self._files.content.client_ca
+
+    def is_outdated(self, sock: socket.socket) -> bool:
+        """Whether the client of a TLS connection shows its certificate to other authorities than the current ones."""
+        context = sock.context if isinstance(sock, ssl.SSLSocket) else None
+        return isinstance(context, _Context) and context.client_ca != self.client_ca
 
 
 def client_of_socket(sock: ssl.SSLSocket, default: str) -> str:
@@ -62,12 +71,13 @@ def _client_of(common: Iterable[str], alternative: Iterable[str], default: str) 
     return default if name is None else f"certificate {name}"
 
 
-def _read(certificate_path: Path, key_path: Path, client_ca_path: Path | None) -> _Loaded:
-    """Reads the files, and checks that they belong together."""
+def _read(certificate_path: Path, key_path: Path, client_ca_path: Path | None) -> _Context:
+    """Reads the files, and checks who may change them and that they belong together."""
     read_guarded(certificate_path, private=False)
     read_guarded(key_path, private=True)
     client_ca = None if client_ca_path is None else read_guarded(client_ca_path, private=False)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = _Context(ssl.PROTOCOL_TLS_SERVER)
+    context.client_ca = client_ca
     tls.prepare(context)
     # A resumed session would skip the check of the client's certificate.
     context.options |= ssl.OP_NO_TICKET
@@ -82,7 +92,7 @@ def _read(certificate_path: Path, key_path: Path, client_ca_path: Path | None) -
             context.load_verify_locations(cadata=client_ca.decode("ascii", "ignore"))
         except (ssl.SSLError, ValueError) as error:  # the latter for an empty file
             raise ValueError(f"{client_ca_path} has no certificate of an authority: {error}") from error
-    return _Loaded(client_ca, context)
+    return context
 
 
 def _refuse_password(key_path: Path) -> str:

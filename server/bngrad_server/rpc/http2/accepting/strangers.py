@@ -165,6 +165,9 @@ class Strangers:
                 http2.set_timeout(stranger.sock, _CALL_TIMEOUT_S)
                 stranger.http = http2.MultiplexedConnection(stranger.sock)
             stranger.http.blocking = False
+            if self._certificates is not None and self._certificates.is_outdated(stranger.sock):
+                self._dismiss(stranger, stranger.http)
+                return
             stranger.turns, stranger.is_new = 0, True
             self._event_loop.add_priority_reader(stranger.fd, partial(self._read, stranger))
         except Exception as error:  # the client is gone already, or there is no memory
@@ -258,9 +261,20 @@ class Strangers:
         client_ca = None if self._certificates is None else self._certificates.client_ca
         if client_ca != self._client_ca:
             self._client_ca = client_ca
-            for stranger in [each for each in self._all if not each.is_local]:
-                self._close(stranger)
+            self._end_outdated()
             self._on_new_authorities()
+
+    def _end_outdated(self) -> None:
+        """Ends what former authorities have verified; what is amid its handshake is dismissed after that."""
+        for stranger in list(self._all):
+            http = stranger.http
+            if http is None or stranger.has_ended or self._certificates is None:
+                continue
+            if self._certificates.is_outdated(stranger.sock):
+                if stranger.introduction is None:
+                    self._dismiss(stranger, http)
+                else:
+                    self._close(stranger)
 
     def _fail(self, stranger: Stranger, error: Exception) -> None:
         if isinstance(error, http2.ProtocolError):
@@ -280,9 +294,16 @@ class Strangers:
         self._close(stranger)
 
     def _end_later(self, stranger: Stranger, http: http2.MultiplexedConnection) -> None:
-        """Reads no more of a connection; to close it now would take a refusal from its client that is still unread."""
+        """Ends a connection that has had its turns."""
         self._penalties.add(stranger.peer, _BREACH_SCORE)
         self._metrics.refused_connection("protocol")
+        self._dismiss(stranger, http)
+
+    def _dismiss(self, stranger: Stranger, http: http2.MultiplexedConnection) -> None:
+        """Tells a client to call on another connection, and reads no more of this one.
+
+        To close it now would take a refusal, or this, from its client that is still unread.
+        """
         self._unwatch(stranger)
         stranger.has_ended = True
         stranger.until = time.monotonic() + _LAST_WORDS_S

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +15,7 @@ from unittest import mock
 
 import pytest
 from tests.raw_http2 import is_closed
-from tests.security.authority import HOSTS, Authority
+from tests.security.authority import Authority
 from tests.unit.server.rpc.http2.service import PATH, REQUEST, Service, ask, check_answered, check_works, code_of
 from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
 
@@ -27,13 +25,11 @@ from bngrad_server.rpc.http2.accepting.stranger import Stranger
 from bngrad_server.rpc.http2.limits.penalties import Penalties
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.security.auth import Authenticator
-from bngrad_server.security.certificates import Certificates
 from bngrad_server.security.tokens import Tokens
 from bngrad_wire import http2
 from bngrad_wire.http2 import ServerConnection, frames
 from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.header_block import encode
-from bngrad_wire.http2.sockets.tls import ALPN
 from bngrad_wire.token_format import new_token
 
 TOKEN, LINE = new_token("alice")
@@ -288,16 +284,6 @@ def test_a_client_that_broke_the_protocol_is_not_trusted_on_its_next_connection(
     distrust.assert_called_once()
 
 
-@pytest.fixture
-def tls_service(tmp_path: Path) -> Iterator[tuple[Service, Authority]]:
-    """A port whose clients over TCP need certificates of an authority."""
-    authority = Authority(tmp_path)
-    own = authority.issue(*HOSTS)
-    service = Service(tmp_path, certificates=Certificates(own.certificate, own.key, authority.path))
-    yield service, authority
-    service.close()
-
-
 def test_who_does_not_shake_hands_is_closed_soon(
     tls_service: tuple[Service, Authority], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,32 +315,6 @@ def test_a_peer_that_leaves_without_a_call_leaves_its_place_and_counts_over_tcp(
     assert (score_of(service, stranger.peer) > 0) == over_tcp
     check_answered(ask(service.connect(over_tcp=over_tcp), metadata=GOOD))
     wait_until(lambda: not len(port._local) and not len(port._remote))
-
-
-def test_connections_end_when_other_authorities_of_clients_are_trusted(
-    tls_service: tuple[Service, Authority], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that have been in use, and those that have said nothing yet; but not local ones, which need none."""
-    monkeypatch.setattr(strangers, "_CALL_TIMEOUT_S", 60.0)
-    service, authority = tls_service
-    pair = authority.issue("alice")
-    context = ssl.create_default_context(cafile=authority.path)
-    context.load_cert_chain(pair.certificate, pair.key)
-    context.set_alpn_protocols([ALPN])
-    used, silent = (context.wrap_socket(service.socket(over_tcp=True), server_hostname="127.0.0.1") for _ in range(2))
-    with used, silent:
-        used.sendall(PREFACE + CALL)
-        silent.sendall(PREFACE)
-        local = service.connect()
-        check_answered(ask(local))
-        wait_until(lambda: service.port.connections == 2)
-        clients = {connection.client for connection in service.port._connections._all}
-        assert clients == {"certificate alice", f"process {os.getpid()}"}
-        Authority(tmp_path, "another").path.replace(authority.path)
-        assert is_closed(used)
-        assert is_closed(silent)
-        check_answered(ask(local))
-        assert service.port._strangers._client_ca == authority.path.read_bytes()
 
 
 def test_a_flood_of_strangers_takes_no_place_of_another_peer(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
