@@ -32,7 +32,7 @@ class ArrivingCalls:
 
     def add(self, lane: Lane, call: http2.ServerCall) -> None:
         """Adds a call that has begun."""
-        until = time.monotonic() + _patience_s(call.path)
+        until = time.monotonic() + _patience_s(call)
         self._all.setdefault(lane.connection, {})[lane] = until
 
     def forget(self, lane: Lane) -> None:
@@ -60,9 +60,10 @@ class ArrivingCalls:
             yield lane
 
 
-def _patience_s(path: str) -> float:
+def _patience_s(call: http2.ServerCall) -> float:
+    path = call.path
     if path == WATCH_PATH:
-        return _WATCH_TIMEOUT_S
+        return _WATCH_TIMEOUT_S if call.timeout_s is None else min(_WATCH_TIMEOUT_S, call.timeout_s)
     if path in _UNARY_PATHS:
         return _UNARY_REST_S
     # Clients of other calls may send a message, and wait for the answer before they send more.

@@ -44,11 +44,14 @@ class HealthWatches:
         Raises:
             OverloadedError: There are too many such calls.
             DecodeError: The request is malformed, or there is none.
+            TimeoutError: It has not arrived in time.
             RpcError: It is compressed.
         """
         if len(self._all) >= _MAX_WATCHES:
             raise OverloadedError(f"the server's health is watched by {_MAX_WATCHES} calls")
         messages = call.received_messages()
+        if call.is_arriving:
+            raise TimeoutError("the request did not arrive in time")
         if not messages:
             raise DecodeError("the call has no request")
         request = health_pb2.HealthCheckRequest.FromString(bytes(messages[0]))

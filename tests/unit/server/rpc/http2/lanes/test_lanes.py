@@ -666,6 +666,13 @@ def test_a_watch_ends_with_its_deadline_and_the_server_serves_some_only(
     assert watch(client, 5) == CHECK_STATUS.NOT_SERVING
 
 
+@pytest.mark.parametrize("said", [b"", data(prefixed(b""), 1)], ids=["nothing", "no end"])
+def test_a_watch_whose_request_does_not_arrive_ends_with_its_deadline(service: Service, said: bytes) -> None:
+    client = raw(service)
+    client.send(headers(WATCH_PATH, 1, [("grpc-timeout", "200m")]), said)
+    assert client.status(1) == DEADLINE_EXCEEDED
+
+
 @pytest.mark.parametrize("message", [b"\xff", None], ids=["malformed", "none"])
 def test_a_watch_without_a_good_request_is_refused(service: Service, message: bytes | None) -> None:
     client = raw(service)
