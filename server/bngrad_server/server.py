@@ -206,9 +206,12 @@ class Server:
 def _tracing() -> Tracing:
     try:
         from bngrad_server.telemetry.tracing import Tracing  # noqa: PLC0415 - only the otel extra has what it imports
+
+        return Tracing()
     except ModuleNotFoundError as error:
         raise TracingError(f"traces need {error.name}: pip install '.[server,otel]' in a checkout of bngrad") from error
-    return Tracing()
+    except Exception as error:  # its errors have no class in common
+        raise TracingError(f"OpenTelemetry does not take its OTEL_* variables: {error}") from error
 
 
 def _print_soon(line: str) -> None:

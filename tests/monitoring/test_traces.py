@@ -167,3 +167,16 @@ def test_an_unreachable_receiver_does_not_disturb_calls() -> None:
             sdk_call(server.target, "unary")
             server.process.terminate()
             assert server.process.wait(TIMEOUT_S / 3) == 0
+
+
+@pytest.mark.parametrize(
+    "variable", ["OTEL_EXPORTER_OTLP_COMPRESSION", "OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_PROPAGATORS"]
+)
+def test_a_variable_of_opentelemetry_that_it_does_not_take_ends_the_server_with_a_sentence(variable: str) -> None:
+    command = [sys.executable, "-m", "bngrad_cli", "serve", "--traces", "--listen", "127.0.0.1:0"]
+    environment = {**os.environ, variable: "nonsense"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("Error: OpenTelemetry does not take its OTEL_* variables: ")
+    assert "nonsense" in line
