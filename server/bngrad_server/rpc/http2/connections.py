@@ -36,6 +36,8 @@ _FUTILE_SCORE = 2.0
 """What a call with a malformed message, or one more that was cancelled, counts for, there and for the next calls."""
 _PAUSE_S = 1.0
 """A tick that is so late shows that this process was stopped meanwhile, or got no processor: no client is to blame."""
+_GOAWAY_TIMEOUT_S = 2.0
+"""How long a client may take to learn that it may begin no more calls."""
 
 
 class Http2Connections:
@@ -84,6 +86,7 @@ class Http2Connections:
         self._local: Places[Connection] = Places(max_connections())
         self._penalties = Penalties()
         self._closing = Deliveries()
+        self._leaving: dict[Connection, float] = {}  # until when each waits for its client to hear of its end
         self._draining = False
         self._ticked_at = time.monotonic()
 
@@ -136,7 +139,7 @@ class Http2Connections:
         """Goes on after one of the calls of a connection that may have several."""
         self._count_malformed(connection)
         if not connection.lanes and connection in self._all:
-            if self._draining or connection.is_outdated:
+            if connection.is_outdated and connection not in self._leaving:
                 self._close_once_delivered(connection)
             else:
                 self.idle[connection] = None
@@ -222,6 +225,9 @@ class Http2Connections:
             self._close(connection)
         for connection in self._closing:
             self._close_once_delivered(connection)
+        now = time.monotonic()
+        for connection in [connection for connection, until in self._leaving.items() if until <= now]:
+            self.end_after_calls(connection)
 
     def _excuse_pause(self) -> None:
         """Takes no account of a time in which this process did nothing."""
@@ -277,14 +283,33 @@ class Http2Connections:
         self._note_drained()
 
     def renew(self) -> None:
-        """Closes TLS connections after the calls that they have, so that clients show their certificates again."""
+        """Closes TLS connections after the calls that they have, so that clients show their certificates again.
+
+        What is on its way is refused: its client may not be trusted any more.
+        """
         for connection in list(self._all):
             if isinstance(connection.sock, http2.TlsSocket):
-                self.end_soon(connection)
+                self.end_after_calls(connection)
 
     def end_soon(self, connection: Connection) -> None:
-        """Closes a connection after the calls that it has."""
+        """Closes a connection after the calls that it has, and those that its client has begun already."""
+        if connection.http.is_multiplexed and not connection.is_outdated:
+            connection.is_outdated = True
+            self._leaving[connection] = time.monotonic() + _GOAWAY_TIMEOUT_S
+            connection.http.announce_goaway()
+            self.lanes.settle(connection)
+        elif connection not in self._leaving:
+            self.end_after_calls(connection)
+
+    def end_if_announced(self, connection: Connection) -> None:
+        """Ends a connection once its client has heard that it will; to be called after frames of it."""
+        if connection in self._leaving and connection.http.knows_goaway:
+            self.end_after_calls(connection)
+
+    def end_after_calls(self, connection: Connection) -> None:
+        """Closes a connection after the calls that it has; refuses those that its client begins before it knows."""
         connection.is_outdated = True
+        self._leaving.pop(connection, None)
         if connection.http.is_multiplexed:
             connection.http.goaway()
         if connection in self.idle:
@@ -340,6 +365,7 @@ class Http2Connections:
         self.lent.discard(connection)
         self.idle.pop(connection, None)
         self._closing.discard(connection)
+        self._leaving.pop(connection, None)
         self._places(connection).leave(connection)
         self._all.discard(connection)
         self._note_drained()

@@ -56,6 +56,10 @@ class Raw:
         self.next(frames.PING, 0)
         return any((found, on) == (kind, stream_id) for found, _, on, _ in self._received)
 
+    def answer_ping(self) -> None:
+        _, payload = self.next(frames.PING, 0)
+        self.send(frames.frame(frames.PING, frames.ACK, 0, payload))
+
     def answer(self, stream_id: int) -> bytes:
         """The message of an answer with status OK."""
         assert not self.next(frames.HEADERS, stream_id)[0] & frames.END_STREAM

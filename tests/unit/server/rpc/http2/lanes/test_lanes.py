@@ -519,31 +519,6 @@ def test_a_client_that_takes_an_answer_bit_by_bit_wastes_no_time(
     assert paused
 
 
-def test_the_connection_ends_after_its_calls_when_the_server_stops(service: Service) -> None:
-    client, (first,) = running(service)
-    with ThreadPoolExecutor(1) as thread:
-        stopped = thread.submit(service.port.stop, TIMEOUT_S)
-        assert client.code(frames.GOAWAY, 0) == ErrorCode.NO_ERROR
-        client.ask(3)
-        assert client.code(frames.RST_STREAM, 3) == REFUSED
-        assert not stopped.done()
-        service.worker.may_run.set()
-        check_sum(client.answer(first))
-        with pytest.raises(EOFError):
-            client.next(frames.DATA, first)
-        stopped.result(TIMEOUT_S)
-
-
-def test_a_connection_without_a_call_is_told_that_the_server_stops(service: Service) -> None:
-    client = raw(service)
-    client.ask(1)
-    client.answer(1)
-    service.port.stop(TIMEOUT_S)
-    assert client.code(frames.GOAWAY, 0) == ErrorCode.NO_ERROR
-    with pytest.raises(EOFError):
-        client.next(frames.DATA, 1)
-
-
 def test_the_connection_ends_when_its_last_call_is_cancelled_while_the_server_stops(
     service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -551,6 +526,7 @@ def test_the_connection_ends_when_its_last_call_is_cancelled_while_the_server_st
     with ThreadPoolExecutor(1) as thread:
         stopped = thread.submit(service.port.stop, TIMEOUT_S)
         assert client.code(frames.GOAWAY, 0) == ErrorCode.NO_ERROR
+        client.answer_ping()
         client.send(frames.rst_stream(first, ErrorCode.CANCEL))
         stopped.result(TIMEOUT_S)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
