@@ -30,6 +30,9 @@ _RETRY_S = 0.1
 _LONG_TIMEOUT_S = 10.0
 _LOOK_S = 1.0
 """How often a call with a long timeout looks whether the server is still there."""
+_LOOKS = 8
+"""How often one with a shorter timeout looks whether that has passed: a wait that moves a little begins again."""
+_SHORTEST_LOOK_S = 0.05
 _CHUNK_NBYTES = 2**28
 _MAX_HEADER_NBYTES = 64 * 2**20
 Result = TypeVar("Result")
@@ -248,9 +251,8 @@ class Http2Transport:
 
         def set_timeout() -> float | None:
             remaining_s = _rounded(deadline.remaining_s())
-            is_long = remaining_s is None or remaining_s >= _LONG_TIMEOUT_S
-            io.waits = 1 if not is_long else sys.maxsize if remaining_s is None else int(remaining_s / _LOOK_S)
-            io.set_timeout(_LOOK_S if is_long else remaining_s)
+            io.waits, look_s = _waits(remaining_s)
+            io.set_timeout(look_s)
             return remaining_s
 
         cancellation.attach(functools.partial(http2.abort if abandoned is None else stop_reading, lent.sock))
@@ -296,3 +298,13 @@ class Http2Transport:
 def _rounded(timeout_s: float | None) -> float | None:
     """Rounds long timeouts up to whole seconds: to repeat the timeout of the socket, and the header, is cheaper."""
     return math.ceil(timeout_s) if timeout_s is not None and timeout_s >= _LONG_TIMEOUT_S else timeout_s
+
+
+def _waits(timeout_s: float | None) -> tuple[int, float]:
+    """Returns how many waits in a row make up a timeout, and how long each is, in seconds."""
+    if timeout_s is None:
+        return sys.maxsize, _LOOK_S
+    if timeout_s >= _LONG_TIMEOUT_S:
+        return int(timeout_s / _LOOK_S), _LOOK_S
+    waits = _LOOKS if timeout_s >= _LOOKS * _SHORTEST_LOOK_S else 1
+    return waits, timeout_s / waits

@@ -350,6 +350,29 @@ def test_an_answer_that_comes_bit_by_bit_exceeds_its_deadline() -> None:
         exchange(client, 0.5, nbytes=100_000)
 
 
+def test_an_answer_that_stops_late_exceeds_its_deadline_soon_after_that() -> None:
+    timeout = 2.0
+    may_end = threading.Event()
+
+    def stop(call: ServerCall) -> None:
+        while message_of(call) is not None:
+            pass
+        call.send_message(HEADER)
+        until = time.monotonic() + 0.8 * timeout
+        while time.monotonic() < until:
+            call.send_message(chunk(b"z"))
+            time.sleep(0.01)
+        may_end.wait(SECONDS)
+        raise ConnectionError
+
+    with connected(stop) as (client, _):
+        begin = time.monotonic()
+        with pytest.raises(bngrad.DeadlineExceededError):
+            exchange(client, timeout, nbytes=100_000)
+        may_end.set()
+        assert time.monotonic() - begin < 1.5 * timeout
+
+
 def test_a_server_that_is_frozen_is_unavailable_at_every_address(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bngrad._transports.http2._LOOK_S", 0.01)
     may_end = threading.Event()

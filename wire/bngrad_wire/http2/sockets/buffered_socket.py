@@ -134,7 +134,7 @@ class BufferedSocket(ReceiveBuffer, Patience):
                 except (TimeoutError, BlockingIOError) as error:
                     waited += 1
                     self._check_peer(error, waited if blocking else 0)
-                    if waited == waits:
+                    if waited == waits or time.monotonic() > self.deadline:
                         raise
                     continue
                 waited = 0

@@ -3,6 +3,8 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -75,3 +77,19 @@ def test_a_wait_ends_once_the_peer_is_known_to_be_lost(action: str) -> None:
             buffered.fill(1) if action == "receive" else buffered.send([bytes(2**24)])
         assert waited == pytest.approx([0.05, 0.1, 0.15])
         assert buffered.broken is not None
+
+
+def test_a_send_to_a_peer_that_stops_late_ends_at_its_deadline() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        buffered = BufferedSocket(ours)
+        buffered.set_timeout(0.05)
+        buffered.waits = 100
+        begin = time.monotonic()
+        buffered.deadline = begin + 0.4
+        reading = threading.Timer(0.3, theirs.recv, [2**20])
+        reading.start()
+        with pytest.raises(TimeoutError):
+            buffered.send([bytes(2**24)])
+        assert time.monotonic() - begin < 2
+        reading.join()
