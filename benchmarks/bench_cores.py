@@ -7,6 +7,7 @@ and another one a second later: only this tells.
 
 from __future__ import annotations
 
+import argparse
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ _LINES_NBYTES = 256
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m benchmarks.bench_cores", description=__doc__).parse_args()
     cores = sorted(os.sched_getaffinity(0))
     print("ns".rjust(6) + "".join(f"{core:6}" for core in cores))
     for first in cores:

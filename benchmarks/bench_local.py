@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import statistics
 import time
@@ -20,6 +21,7 @@ SECONDS = 2.0
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m benchmarks.bench_local", description=__doc__).parse_args()
     backend = CpuBackend()
     backend.warm_up()
     print(f"{backend.description}\n{'microseconds, median (best)':28}{'local:':>20}{'kernel':>20}{'ratio':>8}")

@@ -6,6 +6,7 @@ tensors that the second-level cache does not hold. Those of plan.py decide the b
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +41,7 @@ CONSTANTS: list[tuple[Any, str, list[int]]] = [
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m benchmarks.gpu.sweep", description=__doc__).parse_args()
     device = CupyDevice(torch.cuda.current_device())
     device.warm_up()
     print(device.description)
