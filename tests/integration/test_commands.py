@@ -319,6 +319,20 @@ def test_info_describes_the_server(server: EmbeddedServer, target: str) -> None:
         assert f"ready, restarted {device.restarts} times: {device.description}\n" in text
 
 
+@pytest.mark.parametrize(
+    ("option", "place"),
+    [
+        ("--workers=1", "a socket beside the shared memory; elsewhere the address that it is given, by grpcio"),
+        ("--shared-bytes=0", "the address that it is given, by grpcio"),
+    ],
+)
+def test_info_says_where_the_sdk_connects_to_a_server_without_a_port(tmp_path: Path, option: str, place: str) -> None:
+    address = f"unix:{tmp_path}/socket"
+    with EmbeddedServer(address, options=(option,)):
+        text = run_bngrad("info", address, "--timeout", str(TIMEOUT_S)).stdout
+    assert re.search(rf"^SDK connects to +{place}$", text, re.MULTILINE)
+
+
 def test_bench_prints_a_line_for_each_layer_and_transport_in_a_narrow_terminal_too(target: str) -> None:
     arguments = ("bench", target, "--seconds", "0.05", "--layer", "tiny", "--layer", "conv4-3x3", "--dtype", "float16")
     ended = run_bngrad(*arguments, environment={"COLUMNS": "40"})

@@ -59,7 +59,10 @@ def _lines(server: bngrad.ServerInfo) -> list[tuple[str, str]]:
 def _stream_address(server: bngrad.ServerInfo) -> str:
     if server.stream_host:
         return format_host_port(server.stream_host, server.stream_port)
-    return "the address that it is given" + ("" if server.stream_port else ", by grpcio")
+    if server.stream_port:
+        return "the address that it is given"
+    here = "a socket beside the shared memory; elsewhere " if server.local_directory else ""
+    return f"{here}the address that it is given, by grpcio"
 
 
 def _batches(sizes: tuple[int, ...]) -> str:
