@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -434,6 +435,39 @@ def test_bash_completes(tmp_path: Path, line: str, expected: set[str]) -> None:
     ended = subprocess.run(["/bin/bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert expected <= set(ended.stdout.split())
     assert all(word.startswith(words[-1]) for word in ended.stdout.split())
+
+
+def completions(folder: Path, command: list[str]) -> str:
+    """Returns what a shell's command prints, which finds bngrad on its path and no configuration."""
+    shell = shutil.which(command[0])
+    if shell is None:
+        pytest.skip(f"{command[0]} is not installed")
+    program = folder / "bngrad"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m bngrad_cli "$@"\n')
+    program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder)}
+    ended = subprocess.run([shell, *command[1:]], env=environment, capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    return ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("bngrad conf", "config\tPrints the settings in effect, and where they come from.\n"),
+        ("bngrad check --tls-ca FOLDER/a,b/", "FOLDER/a,b/ca.pem\n"),
+    ],
+)
+def test_fish_completes_past_a_comma(tmp_path: Path, line: str, expected: str) -> None:
+    (tmp_path / "a,b").mkdir()
+    (tmp_path / "a,b" / "ca.pem").touch()
+    line, expected = (text.replace("FOLDER", str(tmp_path)) for text in (line, expected))
+    assert completions(tmp_path, ["fish", "-c", f"bngrad completion fish | source; complete -C '{line}'"]) == expected
+
+
+def test_zsh_takes_the_script_without_a_configuration_of_its_own(tmp_path: Path) -> None:
+    script = 'eval "$(bngrad completion zsh)"; print ${_comps[bngrad]}'
+    assert completions(tmp_path, ["zsh", "-f", "-c", script]) == "_bngrad_completion\n"
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
