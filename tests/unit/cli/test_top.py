@@ -8,6 +8,7 @@ import http.server
 import json
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -21,8 +22,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from bngrad_cli.commands.top import keys_pressed
+from bngrad_cli.commands.top.screen import screen
 from bngrad_cli.main import main as command_line
 
 FAILURE = {
@@ -134,6 +137,29 @@ def test_a_small_terminal_shows_failures_and_q_ends_it(address: str, is_controll
         assert screen.count("cpu:") == 4
         os.write(terminal, b"q")
         assert exit_code(process) == 0
+
+
+def failures_shown(width: int, columns: int | None, failure: dict[str, Any]) -> str:
+    status = STATUS | {"server": STATUS["server"] | {"failures": [failure]}}
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(screen("here", status, columns=columns))
+    return captured.get()
+
+
+@pytest.mark.parametrize(("columns", "request_id"), [(80, ""), (120, "0123456789abcdef")])
+def test_a_line_of_a_failure_says_when_what_who_and_the_beginning_of_why(columns: int, request_id: str) -> None:
+    failure = FAILURE | {"code": "RESOURCE_EXHAUSTED", "request_id": "0123456789abcdef"}
+    text = failures_shown(columns, columns, failure)
+    assert re.search(rf"1 s +RESOURCE_EXHAUSTED +process 7 +{request_id} *it broke and more .*…", text)
+
+
+def test_long_names_of_clients_and_requests_hide_nothing_else() -> None:
+    failure = FAILURE | {"client": "c" * 64, "request_id": "r" * 128}
+    assert re.search("1 s +UNAVAILABLE +c+… +it broke", failures_shown(80, 80, failure))
+    whole = failures_shown(80, None, failure)
+    assert re.search("1 s +UNAVAILABLE +c+ +r+ +it broke", whole)
+    assert "…" not in whole.split("device")[0]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])

@@ -87,12 +87,12 @@ def top(address: str, *, once: bool, as_json: bool, interval: float) -> None:
     elif once or not console.is_terminal or console.is_dumb_terminal:
         wide_console().print(screen(address, status))
     else:
-        live = Live(_fitted(screen(address, status, is_short=True), console), console=console, screen=True)
+        live = Live(_fitted(screen(address, status, columns=console.width), console), console=console, screen=True)
         with contextlib.suppress(KeyboardInterrupt), keys_pressed() as keys, contextlib.ExitStack() as stack:
             stack.callback(live.stop)  # also if a signal interrupts the start
             live.start(refresh=True)
             while not keys.wait_for_q(interval):
-                live.update(_fitted(_update(address), console))
+                live.update(_fitted(_update(address, console.width), console))
 
 
 def _status(address: str) -> dict[str, Any]:
@@ -193,9 +193,9 @@ def _fitted(content: RenderableType, console: Console) -> RenderableType:
     return Group(shown, Text("q to quit", style="dim"))
 
 
-def _update(address: str) -> RenderableType:
+def _update(address: str, columns: int) -> RenderableType:
     """Returns the screen, with the error if the server does not answer."""
     try:
-        return screen(address, _status(address), is_short=True)
+        return screen(address, _status(address), columns=columns)
     except click.ClickException as error:
         return Panel(Text(error.message, style="red"), title=f"bngrad on {address}")

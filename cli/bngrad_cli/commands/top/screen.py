@@ -15,16 +15,17 @@ from bngrad_wire.printable import printable
 _BARS = " ▁▂▃▄▅▆▇█"
 _MINUTE_S = 60
 _SHOWN_FAILURES = 5
+_COLUMNS_WITH_REQUEST = 100
 _FRONT = {"name": "front", "state": "ready", "restarts": 0, "description": "computes small requests and shared memory"}
 """The front process of a server that has computed requests there, as a row of the devices."""
 
 
-def screen(address: str, status: dict[str, Any], *, is_short: bool = False) -> RenderableType:
-    """Returns what is shown of the status of the server at this address; with ``is_short``, a line for each failure."""
+def screen(address: str, status: dict[str, Any], *, columns: int | None = None) -> RenderableType:
+    """Returns what is shown of the status of the server at this address; with ``columns``, a line for each failure."""
     server, points = status["server"], status["points"]
     parts: list[RenderableType] = [_head(address, server), _numbers(server, points)]
     if server["failures"]:  # before what is less urgent, so that a small terminal shows them
-        parts.append(_failures(server, is_short))
+        parts.append(_failures(server, columns))
     parts.append(_devices(server, points))
     if status["recent"] is not None:
         parts += [_times(status["recent"]), _minute(status["recent"], points)]
@@ -102,14 +103,18 @@ def _minute(recent: dict[str, Any], points: list[dict[str, Any]]) -> RenderableT
     return table
 
 
-def _failures(server: dict[str, Any], is_short: bool) -> RenderableType:
+def _failures(server: dict[str, Any], columns: int | None) -> RenderableType:
+    """The last failures; in a line each of so many columns, with the request's id only where it leaves room for why."""
     table = plain_table(title="recent failures", title_justify="left")
-    for name in ("ago", "status", "client", "request", "why"):
-        table.add_column(name, no_wrap=is_short or name != "why")
+    is_line = columns is not None
+    has_request = columns is None or columns >= _COLUMNS_WITH_REQUEST
+    for name in ("ago", "status", "client", *(["request"] if has_request else []), "why"):
+        table.add_column(name, no_wrap=name in {"ago", "status"})
     for failure in server["failures"][:_SHOWN_FAILURES]:
         ago = _ago(max(server["time"] - failure["time"], 0))
-        texts = (failure["code"], failure["client"], failure["request_id"], failure["message"])
-        table.add_row(ago, *(Text(printable(text)) for text in texts))
+        texts = (failure["client"], *([failure["request_id"]] if has_request else []), failure["message"])
+        fitted = (Text(printable(text), no_wrap=is_line, overflow="ellipsis" if is_line else "fold") for text in texts)
+        table.add_row(ago, Text(printable(failure["code"])), *fitted)
     return table
 
 
