@@ -65,6 +65,25 @@ def test_the_page_shows_what_the_server_does(page: str, words: str) -> None:
     assert words in plain
 
 
+@pytest.mark.parametrize("width", [1050, 1300, 1920])
+def test_every_count_of_requests_is_in_sight(http: str, tmp_path: Path, width: int) -> None:
+    status = json.loads(get(f"{http}/status.json").text)
+    status["server"]["requests"] = [["BatchNormTrainingBackprop", "shared", "RESOURCE_EXHAUSTED", 1_234_567]]
+    page = get(f"{http}/").text.replace(
+        "poll();\n</script>",
+        f"""draw({json.dumps(status)});
+        const table = byId("requests").closest(".scroll");
+        document.title = `${{byId("requests").innerText}}: ${{table.scrollWidth - table.clientWidth}} hidden`;
+        </script>""",
+    )
+    (tmp_path / "page.html").write_text(page)
+    options = ("--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},1500", "--dump-dom")
+    command = [tool("chromium"), *options, f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path}/page.html"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    title = re.sub(r"\s", "", re.findall("<title>(.*?)</title>", shown, re.DOTALL)[0])
+    assert title == "BatchNormTrainingBackpropsharedRESOURCE_EXHAUSTED1,234,567:0hidden"
+
+
 def test_the_page_loads_nothing_from_other_hosts(http: str) -> None:
     answer = get(f"{http}/")
     without_namespace = answer.text.replace("http://www.w3.org/2000/svg", "")
