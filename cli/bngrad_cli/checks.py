@@ -72,7 +72,8 @@ def _server(target: Target) -> str:
         raise TargetError(f"{target.address} has no ready device: its log says why its workers ended")
     version = info.version if info.version == __version__ else f"{info.version} (the client is {__version__})"
     restarts = sum(device.restarts for device in info.devices)
-    return f"bngrad {version}; {len(ready)} of {len(info.devices)} devices ready, restarted {restarts} times"
+    devices = f"{len(info.devices)} device{'s' * (len(info.devices) != 1)}"
+    return f"bngrad {version}; {len(ready)} of {devices} ready, restarted {restarts} time{'s' * (restarts != 1)}"
 
 
 def _round_trips(transport: Transport, expected: list[Outputs], target: Target, *, is_long: bool) -> str:

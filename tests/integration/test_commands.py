@@ -32,6 +32,7 @@ from tests.servers import (
     run_bngrad,
     starting_server,
     wait_until,
+    worker_pid,
 )
 
 import bngrad
@@ -332,6 +333,15 @@ def test_info_says_where_the_sdk_connects_to_a_server_without_a_port(tmp_path: P
     with EmbeddedServer(address, options=(option,)):
         text = run_bngrad("info", address, "--timeout", str(TIMEOUT_S)).stdout
     assert re.search(rf"^SDK connects to +{place}$", text, re.MULTILINE)
+
+
+def test_one_of_a_kind_is_told_in_the_singular() -> None:
+    with EmbeddedServer(options=("--workers=1", "--threads=1")) as server, bngrad.Client(server.target) as client:
+        os.kill(worker_pid(server), signal.SIGKILL)
+        wait_until(lambda: [(each.state, each.restarts) for each in client.server_info().devices] == [("ready", 1)])
+        info, check = (run_bngrad(name, server.target, "--timeout=60").stdout for name in ("info", "check"))
+    assert re.search("ready, restarted 1 time: .*, 1 thread$", info, re.MULTILINE)
+    assert re.search("1 of 1 device ready, restarted 1 time$", check, re.MULTILINE)
 
 
 def test_bench_prints_a_line_for_each_layer_and_transport_in_a_narrow_terminal_too(target: str) -> None:

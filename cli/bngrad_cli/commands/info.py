@@ -35,9 +35,9 @@ def info(target: Target, as_json: bool) -> None:
 
 def _lines(server: bngrad.ServerInfo) -> list[tuple[str, str]]:
     devices = [
-        (device.name, f"{device.state}, restarted {device.restarts} times" + (description and f": {description}"))
+        (device.name, f"{device.state}, restarted {device.restarts} time{'s' * (device.restarts != 1)}" + description)
         for device in server.devices
-        for description in (device.description,)
+        for description in (device.description and f": {device.description}",)
     ]
     remark = [("GPUs", server.device_remark)] if server.device_remark else []
     compiling = [("being compiled", ", ".join(server.compiling))] if server.compiling else []

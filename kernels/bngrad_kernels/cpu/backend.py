@@ -62,7 +62,7 @@ class CpuBackend(Backend):
         self._kernels: dict[tuple[Any, int], loader.LoadedKernel] = {}
         self._loading = threading.Lock()
         self._local = threading.local()
-        self.description = f"{machine.processor()}, {self._threads} threads"
+        self.description = f"{machine.processor()}, {self._threads} thread{'s' * (self._threads != 1)}"
 
     def register(self, memory: Array) -> None:
         """Does nothing: the CPU reaches all host memory directly."""
