@@ -12,6 +12,7 @@ import sys
 import numpy as np
 
 import bngrad
+from bngrad_cli.embedded import EmbeddedServer, ServerStartError
 
 
 def main(target: str) -> None:
@@ -42,9 +43,7 @@ if __name__ == "__main__":
         if target is not None:
             main(target)
         else:
-            from bngrad_cli.embedded import EmbeddedServer
-
             with EmbeddedServer() as server:
                 main(server.target)
-    except bngrad.BngradError as error:
+    except (bngrad.BngradError, ServerStartError) as error:
         sys.exit(f"{parser.prog}: {error}")

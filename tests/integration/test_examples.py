@@ -81,6 +81,16 @@ def test_the_quickstart_starts_a_server_of_its_own() -> None:
     assert "FusedBatchNormGradV2" in output_of(EXAMPLES / "quickstart.py")
 
 
+def test_the_quickstart_says_which_extra_its_server_needs(tmp_path: Path) -> None:
+    (tmp_path / "pydantic.py").write_text("raise ModuleNotFoundError(name='pydantic')")
+    command = [sys.executable, str(EXAMPLES / "quickstart.py")]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith("quickstart.py: the server did not start:\n")
+    assert "pip install '.[server]'" in ended.stderr
+
+
 def test_the_demo_finds_every_answer_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")  # the table is wider, and keeps its numbers
     output = output_of("-m", "bngrad_cli", "demo")
