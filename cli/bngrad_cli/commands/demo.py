@@ -60,7 +60,7 @@ def demo() -> None:
 
     The server computes on the CPU. The gradients were recorded while a small convolutional network learnt handwritten
     digits; random tensors of the size of a ResNet-50 layer follow. The exit code is 1 if an error exceeds its bound.
-    All takes about ten seconds, and longer at the first start, which compiles the kernels.
+    The command takes about ten seconds, and longer at the first start, which compiles the kernels.
     """
     exit_on_sigterm()
     console = Console()
