@@ -75,7 +75,9 @@ class Connector:
             pending.sock.close()
 
     def _connected(self, pending: _Pending | None) -> socket.socket:
-        places = self._places or self._looked_up()
+        places = self._places
+        if not places and pending is None:
+            places = self._looked_up()
         number = 0 if pending is None else pending.number
         while True:
             try:

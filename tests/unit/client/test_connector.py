@@ -27,6 +27,14 @@ def error_of(made: Connector) -> OSError:
     raise AssertionError("it was connected")
 
 
+def is_connected(made: Connector) -> bool:
+    try:
+        made.connect().close()
+    except NotYetConnectedError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_listening_port_is_connected_at_once(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connector, "WAIT_S", 30.0)
@@ -171,17 +179,25 @@ def test_a_connection_that_takes_long_is_there_for_a_later_call(monkeypatch: pyt
         for _ in range(3):
             with pytest.raises(NotYetConnectedError):
                 made.connect()
-
-        def is_connected() -> bool:
-            try:
-                made.connect().close()
-            except NotYetConnectedError:
-                return False
-            return True
-
         for _ in range(2):
             listener.accept()[0].close()  # makes room
-            wait_until(is_connected)
+            wait_until(lambda: is_connected(made))
+
+
+def test_a_connection_that_takes_long_is_kept_while_its_name_is_looked_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connector, "_TIMEOUT_S", 60.0)
+    found = threading.Event()
+    monkeypatch.setattr(connector, "_resolved", lambda *_: found.wait(30.0))
+    with full_listener() as listener, closing(Connector(("name", 1))) as made:
+        made._places = [(socket.AF_INET, listener.getsockname())]
+        assert isinstance(error_of(made), NotYetConnectedError)
+        made._places = []  # the connection of another call, which began before, was refused
+        assert isinstance(error_of(made), NotYetConnectedError)
+        listener.accept()[0].close()  # makes room
+        wait_until(lambda: is_connected(made))
+    found.set()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets close themselves
