@@ -25,6 +25,7 @@ from bngrad_server.rpc.http2.reading import Readers
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.runtime.listening import max_connections
+from bngrad_server.runtime.pauses import Pauses
 from bngrad_server.telemetry.metrics import Metrics
 from bngrad_wire import http2
 
@@ -34,8 +35,6 @@ _BREACH_SCORE = 16.0
 """What a breach of the protocol counts for in `bngrad_server.rpc.http2.limits.penalties`."""
 _FUTILE_SCORE = 2.0
 """What a call with a malformed message, or one more that was cancelled, counts for, there and for the next calls."""
-_PAUSE_S = 1.0
-"""A tick that is so late shows that this process was stopped meanwhile, or got no processor: no client is to blame."""
 _GOAWAY_TIMEOUT_S = 2.0
 """How long a client may take to learn that it may begin no more calls."""
 
@@ -88,7 +87,7 @@ class Http2Connections:
         self._closing = Deliveries()
         self._leaving: dict[Connection, float] = {}  # until when each waits for its client to hear of its end
         self._draining = False
-        self._ticked_at = time.monotonic()
+        self._pauses = Pauses()
 
     def __len__(self) -> int:
         return len(self._all)
@@ -212,7 +211,9 @@ class Http2Connections:
 
     def tick(self) -> None:
         """Does what is due; to be called several times a second."""
-        self._excuse_pause()
+        pause_s = self._pauses.since_last_look()
+        self.readers.excuse(pause_s)
+        self.lanes.excuse(pause_s)
         for connection in self.readers.paused.resume():
             if connection.http.is_multiplexed:
                 self.lanes.settle(connection)
@@ -228,14 +229,6 @@ class Http2Connections:
         now = time.monotonic()
         for connection in [connection for connection, until in self._leaving.items() if until <= now]:
             self.end_after_calls(connection)
-
-    def _excuse_pause(self) -> None:
-        """Takes no account of a time in which this process did nothing."""
-        now = time.monotonic()
-        pause_s, self._ticked_at = now - self._ticked_at, now
-        if pause_s >= _PAUSE_S:
-            self.readers.excuse(pause_s)
-            self.lanes.excuse(pause_s)
 
     def _has_no_thread(self, connection: Connection) -> bool:
         return connection in self.idle or bool(connection.lanes)

@@ -24,6 +24,7 @@ from bngrad_server.rpc.servicer import Servicer
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.runtime.listening import max_connections
+from bngrad_server.runtime.pauses import Pauses
 from bngrad_server.security.certificates import Certificates
 from bngrad_wire import http2
 
@@ -75,6 +76,7 @@ class Strangers:
         self._event_loop = EventLoop("http2-accept", _CPU_SHARE)
         self._event_loop.on_tick = self._on_tick
         self._acceptor = Acceptor(self._event_loop, self._on_accept)
+        self._pauses = Pauses()
         self._has_stopped = False
 
     def listen(self, listener: socket.socket) -> None:
@@ -250,8 +252,9 @@ class Strangers:
         """Resumes and closes strangers whose time has come, and looks for new tokens and authorities."""
         self._acceptor.resume()
         self._servicer.authenticator.refresh()
-        now = time.monotonic()
+        now, pause_s = time.monotonic(), self._pauses.since_last_look()
         for stranger in list(self._all):
+            stranger.until += pause_s
             if stranger.resumes_at <= now:
                 self._resume(stranger)
             elif stranger.until <= now and stranger.has_ended:

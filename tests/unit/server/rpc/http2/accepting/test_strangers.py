@@ -293,6 +293,22 @@ def test_who_does_not_shake_hands_is_closed_soon(
     assert refused(service, "handshake") == 5
 
 
+def test_no_handshake_is_late_for_a_time_in_which_the_server_itself_was_stopped(
+    tls_service: tuple[Service, Authority], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strangers, "_HANDSHAKE_TIMEOUT_S", 1.0)
+    service, _ = tls_service
+    port, sock = service.port._strangers, service.socket(over_tcp=True)
+    wait_until(lambda: len(port._all) == 1)
+    resumed = threading.Event()
+    port._event_loop.call_soon(partial(time.sleep, 1.5))
+    port._event_loop.call_soon(resumed.set)
+    assert resumed.wait(TIMEOUT_S)
+    time.sleep(0.3)  # so that it has looked for late ones
+    assert len(port._all) == 1
+    assert is_closed(sock)
+
+
 def test_a_failed_handshake_counts_against_its_peer(tls_service: tuple[Service, Authority]) -> None:
     service, _ = tls_service
     sock = service.socket(over_tcp=True)
