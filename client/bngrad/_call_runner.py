@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import numpy as np
@@ -195,7 +197,25 @@ class CallRunner:
         if self._process != os.getpid():
             return
         self._closed = True
+        here = threading.get_ident()
+        if any(each.thread == here for each in tuple(self._running)):
+            # A handler of a signal, or the garbage collector, has interrupted this thread, which may hold locks.
+            with suppress(RuntimeError):  # the system has no thread, or Python ends: calls see that it is closed
+                threading.Thread(target=self._close, name="bngrad-close", daemon=True).start()
+            return
+        self._close()
+
+    def _close(self) -> None:
+        closing = Cancellation()
+        closing.thread = threading.get_ident()
         running = list(self._running)
+        self._running.add(closing)  # a handler that closes the client may interrupt this, too
+        try:
+            self._close_all(running)
+        finally:
+            self._running.discard(closing)
+
+    def _close_all(self, running: Sequence[Cancellation]) -> None:
         self._ahead.close()
         self._load_balancer.close()
         for cancellation in running:
@@ -221,6 +241,7 @@ class CallRunner:
 
     def _run(self, call: Callable[[], Result], cancellation: Cancellation) -> Result:
         """Runs a call that `close` ends with a `ClientClosedError`."""
+        cancellation.thread = threading.get_ident()
         try:
             self._running.add(cancellation)  # before the client is found open, or `close` might not see it
             self.check_open()

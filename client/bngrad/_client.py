@@ -387,7 +387,8 @@ class Client:
     def close(self) -> None:
         """Closes the connections; calls in flight end with a `ClientClosedError`. Closing again does nothing.
 
-        Arrays that were made by `empty` or returned by calls remain valid.
+        Arrays that were made by `empty` or returned by calls remain valid. In a handler of a signal that has
+        interrupted a call, this returns at once, and a thread closes the connections.
         """
         self._calls.close()
 

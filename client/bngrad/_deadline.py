@@ -56,11 +56,13 @@ class Cancellation:
     Attributes:
         only_by_close: Whether only the client's own `close` cancels.
         cancelled: Whether `cancel` was called.
+        thread: The thread that makes the call, once one does.
     """
 
     def __init__(self, *, only_by_close: bool = False) -> None:
         self.only_by_close = only_by_close
         self.cancelled = False
+        self.thread: int | None = None
         self._mutex = threading.Lock()
         self._callback: Callable[[], object] | None = None
 

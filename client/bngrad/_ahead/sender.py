@@ -33,7 +33,7 @@ class AheadSender:
         arguments = self._queue, self._running, load_balancer, timeout
         # One object, which Python starts once, also after Ctrl-C has come amid that.
         self._thread = threading.Thread(target=_work, args=arguments, name="bngrad-ahead", daemon=True)
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()  # reentrant, since a handler of a signal may send a tensor amid the start
         self._end = weakref.finalize(self, _end, self._queue, self._running, os.getpid())
         self._end.atexit = False
 

@@ -230,3 +230,18 @@ def test_a_forked_child_that_forgets_the_client_ends_nothing_that_its_parent_sen
         finally:
             may_end.set()
             process.kill()
+
+
+def test_a_handler_of_a_signal_may_send_a_tensor_amid_the_start_of_the_thread(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = sender._thread.start
+
+    def start_and_handle() -> None:
+        monkeypatch.undo()
+        sender.send(TENSOR)
+        start()
+
+    monkeypatch.setattr(sender._thread, "start", start_and_handle)
+    sender.send(TENSOR)
+    wait_until(lambda: sender.server.tensors == 2)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import grpc
@@ -29,6 +30,7 @@ from google.rpc import error_details_pb2, status_pb2
 from tests.servers import wait_until
 from tests.unit.client.calls import (
     LARGE,
+    MEDIUM,
     SECONDS,
     SMALL,
     ClientClass,
@@ -817,4 +819,36 @@ def test_after_an_interrupt_at_any_step_no_call_is_in_flight() -> None:
             assert not balancer._count_again()
             if is_over:
                 break
+        assert step > 100
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as above
+@pytest.mark.parametrize("transport", ["auto", "stream"])
+def test_a_handler_of_a_signal_may_close_the_client_at_any_step_of_a_call(transport: Transport) -> None:
+    def close_at(step: int, client: bngrad.Client) -> bool:
+        left = step
+
+        def profile(frame: FrameType, event: str, argument: Any) -> None:
+            nonlocal left
+            if event in ("call", "return", "c_return") and frame.f_globals["__name__"].startswith("bngrad."):
+                left -= 1
+                if left < 0:
+                    sys.setprofile(None)
+                    client.close()
+
+        sys.setprofile(profile)
+        try:
+            with suppress(bngrad.ClientClosedError):
+                right(client, x, served)
+        finally:
+            sys.setprofile(None)
+        return left < 0
+
+    with server() as served:
+        x = tensor(MEDIUM)
+        for step in itertools.count(0, 5):
+            with bngrad.Client(served.target, transport=transport) as client:
+                right(client, x, served)
+                if not close_at(step, client):
+                    break
         assert step > 100
