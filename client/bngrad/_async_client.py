@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, SupportsIndex, TypeVar, overload
+from typing import Any, Literal, NoReturn, SupportsIndex, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -256,6 +256,9 @@ class Client:
             raise
         finally:
             del future  # breaks the cycle of the future, its error and this frame
+
+    def __reduce__(self) -> NoReturn:
+        self._calls.__reduce__()  # also for a shallow copy, which would be closed with the client
 
     async def __aenter__(self: Self) -> Self:
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, SupportsIndex, TypeVar, overload
+from typing import Any, Literal, NoReturn, SupportsIndex, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -401,6 +401,9 @@ class Client:
                 return result
         request = op.prepare(tensors, attributes, out)
         return self._calls.run(request, self._calls.deadline(timeout), Cancellation(only_by_close=True))
+
+    def __reduce__(self) -> NoReturn:
+        self._calls.__reduce__()  # also for a shallow copy, which would be closed with the client
 
     def __enter__(self: Self) -> Self:
         return self

@@ -80,7 +80,7 @@ def test_where_threads_are_replaced_only_a_client_that_needs_none_is_made(
     assert all(line.startswith(f"{name} has replaced Python's threads, which a client needs") for line in said)
 
 
-@pytest.mark.parametrize("use", [pickle.dumps, copy.deepcopy], ids=["pickle", "copy"])
+@pytest.mark.parametrize("use", [pickle.dumps, copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"])
 @pytest.mark.parametrize("client_class", [bngrad.Client, bngrad.aio.Client])
 def test_a_client_is_not_pickled_and_the_error_says_what_to_do(client_class: type, use: object) -> None:
     client = client_class("local:")
