@@ -189,8 +189,8 @@ def test_a_connection_that_takes_long_is_kept_while_its_name_is_looked_up_again(
 ) -> None:
     monkeypatch.setattr(connector, "_TIMEOUT_S", 60.0)
     found = threading.Event()
-    monkeypatch.setattr(connector, "_resolved", lambda *_: found.wait(30.0))
     with full_listener() as listener, closing(Connector(("name", 1))) as made:
+        monkeypatch.setattr(connector, "_resolved", lambda *_: found.wait(30.0))
         made._places = [(socket.AF_INET, listener.getsockname())]
         assert isinstance(error_of(made), NotYetConnectedError)
         made._places = []  # the connection of another call, which began before, was refused
