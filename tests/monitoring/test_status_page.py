@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -65,23 +66,35 @@ def test_the_page_shows_what_the_server_does(page: str, words: str) -> None:
     assert words in plain
 
 
+def title_of(http: str, status: dict[str, Any], script: str, folder: Path, width: int) -> str:
+    """Returns the title that a script gives to the page once it shows a status in a window of this width."""
+    script = f"draw({json.dumps(status)}); document.title = {script};</script>"
+    (folder / "page.html").write_text(get(f"{http}/").text.replace("poll();\n</script>", script))
+    options = ("--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},1500", "--dump-dom")
+    command = [tool("chromium"), *options, f"--user-data-dir={folder / 'profile'}", f"file://{folder}/page.html"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    return "".join(re.findall("<title>(.*?)</title>", shown, re.DOTALL)[0].split())
+
+
 @pytest.mark.parametrize("width", [1050, 1300, 1920])
 def test_every_count_of_requests_is_in_sight(http: str, tmp_path: Path, width: int) -> None:
     status = json.loads(get(f"{http}/status.json").text)
     status["server"]["requests"] = [["BatchNormTrainingBackprop", "shared", "RESOURCE_EXHAUSTED", 1_234_567]]
-    page = get(f"{http}/").text.replace(
-        "poll();\n</script>",
-        f"""draw({json.dumps(status)});
-        const table = byId("requests").closest(".scroll");
-        document.title = `${{byId("requests").innerText}}: ${{table.scrollWidth - table.clientWidth}} hidden`;
-        </script>""",
-    )
-    (tmp_path / "page.html").write_text(page)
-    options = ("--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},1500", "--dump-dom")
-    command = [tool("chromium"), *options, f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path}/page.html"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
-    title = re.sub(r"\s", "", re.findall("<title>(.*?)</title>", shown, re.DOTALL)[0])
-    assert title == "BatchNormTrainingBackpropsharedRESOURCE_EXHAUSTED1,234,567:0hidden"
+    table = 'byId("requests").closest(".scroll")'
+    script = f'byId("requests").innerText + ": " + ({table}.scrollWidth - {table}.clientWidth)'
+    title = title_of(http, status, script, tmp_path, width)
+    assert title == "BatchNormTrainingBackpropsharedRESOURCE_EXHAUSTED1,234,567:0"
+
+
+@pytest.mark.parametrize("width", [500, 1300])
+def test_the_labels_of_the_histogram_stand_apart(busy: str, tmp_path: Path, width: int) -> None:
+    status = json.loads(get(f"{busy}/status.json").text)
+    status["recent"]["counts"][:20] = [0, 0, *[1] * 18]
+    labels = '[...byId("histogram").querySelectorAll("text[text-anchor=middle]")].map((t) => t.getBoundingClientRect())'
+    script = f"{labels}.map((box, k, all) => k ? Math.round(box.left - all[k - 1].right) : 99).join()"
+    gaps = [int(gap) for gap in title_of(busy, status, script, tmp_path, width).split(",")]
+    assert len(gaps) > 2
+    assert min(gaps) > 4
 
 
 def test_the_page_loads_nothing_from_other_hosts(http: str) -> None:
