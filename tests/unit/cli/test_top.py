@@ -103,10 +103,12 @@ def read_until(terminal: int, words: str) -> str:
 
 
 @contextlib.contextmanager
-def top_in_a_terminal(address: str, *options: str, is_controlling: bool = True) -> Iterator[tuple[int, int]]:
-    """Runs the command in a terminal of 80 columns and 24 lines; yields the terminal and the process id."""
+def top_in_a_terminal(
+    address: str, *options: str, is_controlling: bool = True, columns: int = 80
+) -> Iterator[tuple[int, int]]:
+    """Runs the command in a terminal of 24 lines; yields the terminal and the process id."""
     terminal, inner = pty.openpty()
-    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
     command = [sys.executable, "-m", "bngrad_cli", "top", address, *options]
     # A process of its own session, whose controlling terminal is this one; its size, not COLUMNS, counts.
     # Where the tests run in the background of a script, SIGINT is ignored, and it would inherit that.
@@ -137,6 +139,22 @@ def test_a_small_terminal_shows_failures_and_q_ends_it(address: str, is_controll
         assert screen.count("cpu:") == 4
         os.write(terminal, b"q")
         assert exit_code(process) == 0
+
+
+def test_a_narrow_terminal_shows_the_whole_error_of_a_server_that_no_longer_answers() -> None:
+    class Ending(_Status):
+        pass
+
+    with (
+        answering(Ending) as address,
+        top_in_a_terminal(address, "--interval", "0.1", columns=40) as (terminal, process),
+    ):
+        read_until(terminal, "q to quit")
+        Ending.code, Ending.body = 503, "the server's front process does not answer"
+        text = read_until(terminal, "cannot read") + read_until(terminal, "q to quit")
+        os.write(terminal, b"q")
+        assert exit_code(process) == 0
+    assert re.search("front process +does not +answer", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[│\s]+", " ", text))
 
 
 def failures_shown(width: int, columns: int | None, failure: dict[str, Any]) -> str:

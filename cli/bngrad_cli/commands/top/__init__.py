@@ -198,4 +198,4 @@ def _update(address: str, columns: int) -> RenderableType:
     try:
         return screen(address, _status(address), columns=columns)
     except click.ClickException as error:
-        return Panel(Text(error.message, style="red"), title=f"bngrad on {address}")
+        return Panel(Text(error.message, style="red"), title=f"bngrad on {address}", width=columns)
