@@ -133,3 +133,24 @@ def test_wrong_arguments_are_refused(cluster: Any, replicas: int, resources: dic
 
     with pytest.raises(ValueError, match="should"):
         bngrad.ray.start(replicas, resources)
+
+
+def test_a_fleet_starts_no_cluster_of_its_own_after_ray_was_shut_down(cluster: Any) -> None:
+    import bngrad.ray  # noqa: PLC0415
+
+    try:
+        with (
+            bngrad.ray.start(1, {"CPU": 1}, options=("--insecure", "--workers", "1")) as fleet,
+            fleet.client(timeout=3) as client,
+        ):
+            client.fused_batch_norm_grad_v2(*INPUTS[0])
+            ray.shutdown()
+            with pytest.raises(RuntimeError, match=r"not connected to Ray, as after ray.shutdown\(\)"):
+                fleet.targets()
+            wait_until(lambda: batches(client) == 0)  # the server has ended
+            with pytest.raises(bngrad.UnavailableError):
+                client.fused_batch_norm_grad_v2(*INPUTS[0])
+        assert not ray.is_initialized()
+    finally:
+        ray.shutdown()
+        ray.init(address=cluster.address, log_to_driver=False)

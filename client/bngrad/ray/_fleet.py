@@ -38,12 +38,12 @@ class Fleet:
 
     def targets(self) -> list[str]:
         """Returns the addresses of the servers; `client` asks again and again."""
-        found: list[str] = ray.get(self._controller.targets.remote(), timeout=_ANSWER_TIMEOUT_S)
+        found: list[str] = ray.get(self._connected().targets.remote(), timeout=_ANSWER_TIMEOUT_S)
         return found
 
     def states(self) -> list[State]:
         """Returns what the replicas that answer are doing."""
-        found: list[State] = ray.get(self._controller.states.remote(), timeout=_ANSWER_TIMEOUT_S)
+        found: list[State] = ray.get(self._connected().states.remote(), timeout=_ANSWER_TIMEOUT_S)
         return found
 
     def scale(self, replicas: int) -> None:
@@ -55,7 +55,7 @@ class Fleet:
             ValueError: There would be none.
         """
         _check(replicas)
-        ray.get(self._controller.scale.remote(replicas))
+        ray.get(self._connected().scale.remote(replicas))
 
     def autoscale(
         self,
@@ -88,12 +88,20 @@ class Fleet:
         policy = AutoscalingPolicy(
             min_replicas, max_replicas, target_ongoing_requests, upscale_delay_s, downscale_delay_s
         )
-        ray.get(self._controller.autoscale.remote(policy))
+        ray.get(self._connected().autoscale.remote(policy))
 
     def stop(self) -> None:
-        """Has the servers finish their requests, and ends them and their actors."""
+        """Has the servers finish their requests, and ends them and their actors, unless ``ray.shutdown`` did so."""
+        if not ray.is_initialized():
+            return
         ray.wait([self._controller.stop.remote()], timeout=_STOP_TIMEOUT_S)
         ray.kill(self._controller)
+
+    def _connected(self) -> Any:
+        """Returns the controller, unless Ray would start another cluster, as it does for a question without one."""
+        if not ray.is_initialized():
+            raise RuntimeError("this program is not connected to Ray, as after ray.shutdown(): it cannot ask the fleet")
+        return self._controller
 
     def __enter__(self) -> Fleet:
         return self
