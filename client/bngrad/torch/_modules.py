@@ -113,6 +113,10 @@ class _ClientBatchNorm(_BatchNorm):
         for name, values in zip(_PER_CHANNEL, per_channel, strict=True):
             if values is not None and values.numel() != channels:
                 raise RuntimeError(f"{name} should contain {channels} elements not {values.numel()}")
+            if values is not None and values.requires_grad and name.startswith("running"):
+                raise RuntimeError(
+                    f"{name} must not require a gradient: batch_norm is not differentiable with respect to it"
+                )
 
     def _normalise(self, x: Tensor) -> Tensor:
         """Does what PyTorch's ``_BatchNorm.forward`` does."""

@@ -72,6 +72,19 @@ def test_another_number_of_channels_is_refused_as_by_pytorch(
     assert error(ours) == error(torch.nn.BatchNorm1d(CHANNELS, **options))
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["running_mean", "running_var"])
+def test_statistics_that_require_a_gradient_are_refused_as_by_pytorch(
+    client: bngrad.Client, name: str, training: bool
+) -> None:
+    x = torch.randn(4, CHANNELS, 3, 3)
+    for layer in (torch.nn.BatchNorm2d(CHANNELS), OURS["4d"](CHANNELS, client=client)):
+        layer.train(training).get_buffer(name).requires_grad_()
+        with pytest.raises(RuntimeError, match="not differentiable with respect to"):
+            layer(x)
+    assert layer.num_batches_tracked == 0
+
+
 def test_errors_of_the_client_reach_the_caller() -> None:
     layer = OURS["2d"](CHANNELS, client=bngrad.Client("127.0.0.1:1", timeout=5))
     with pytest.raises(bngrad.UnavailableError, match=r"127\.0\.0\.1:1"):
