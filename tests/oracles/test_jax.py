@@ -230,6 +230,14 @@ def test_errors_name_the_argument(client: bngrad.Client) -> None:
         given[position] = given[position].astype(np.int32)
         with pytest.raises(TypeError, match=f"{name} must have dtype .*float32, not int32"):
             bngrad.jax.batch_norm(*given, client=client)
+        given[position] = [1.0]
+        with pytest.raises(TypeError, match=f"{name} must be an array of JAX or NumPy, not list"):
+            bngrad.jax.batch_norm(*given, client=client)
+    for wrong in (scale[:1], scale[None]):
+        with pytest.raises(ValueError, match=r"scale must have shape \(7,\), as x has 7 channels, not \(1,"):
+            bngrad.jax.batch_norm(x, wrong, offset, client=client)
+        with pytest.raises(ValueError, match=r"offset must have shape \(7,\), as x has 7 channels, not \(1,"):
+            bngrad.jax.batch_norm(x, scale, wrong, client=client)
     with bngrad.Client("localhost:1") as closed:
         pass
     gradient = jax.grad(lambda x: bngrad.jax.batch_norm(x, scale, offset, client=closed)[0].sum())

@@ -54,17 +54,24 @@ def batch_norm(
         y, of the dtype and shape of x; the mean and the biased variance of each channel, float32 of shape (C,).
 
     Raises:
-        TypeError: x, scale or offset has another dtype, or the client is no `bngrad.Client`.
+        TypeError: x, scale or offset is no array or has another dtype, or the client is no `bngrad.Client`.
         ValueError: There is no such data format, or x is sharded over several devices, or has another number of
-            dimensions than the data format.
+            dimensions than the data format, or scale or offset has another shape.
         jax.errors.JaxRuntimeError: x is sharded, and the function is compiled; it contains the same sentence.
     """
     check_client(client)
     if data_format not in _DATA_FORMATS:
         raise ValueError(f"data_format must be one of {', '.join(_DATA_FORMATS)}, not {data_format!r}")
+    for name, values in (("x", x), ("scale", scale), ("offset", offset)):
+        if not (hasattr(values, "dtype") and hasattr(values, "shape")):
+            raise TypeError(f"{name} must be an array of JAX or NumPy, not {type(values).__name__}")
     if x.ndim != len(data_format):
         raise ValueError(f"x must be {len(data_format)}-dimensional for data_format {data_format}, not {x.shape}")
     _check_dtypes(x, scale, offset)
+    channels = x.shape[data_format.index("C")]
+    for name, values in (("scale", scale), ("offset", offset)):
+        if values.shape != (channels,):
+            raise ValueError(f"{name} must have shape ({channels},), as x has {channels} channels, not {values.shape}")
     jax.debug.inspect_array_sharding(jnp.asarray(x), callback=_check_sharding)
     y, mean, variance = _batch_norm(x, scale, offset, client, float(epsilon), data_format)
     return y, mean, variance
