@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,6 +119,15 @@ def test_replicas_come_with_requests_and_go_without_losing_any(cluster: Any) -> 
         with Load(client, INPUTS, callers=1) as load:
             wait_until(lambda: len(fleet.targets()) == 1)
             load.wait(5)
+
+
+def test_a_start_that_finds_no_node_ends_in_time(cluster: Any) -> None:
+    import bngrad.ray  # noqa: PLC0415
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="1 of 1 replicas are not ready, or have found no node, after 2 s"):
+        bngrad.ray.start(1, {"no-such-resource": 1}, timeout=2)
+    assert time.monotonic() - start < 30
 
 
 def test_a_wrong_option_ends_the_start(cluster: Any) -> None:

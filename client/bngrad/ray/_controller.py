@@ -26,6 +26,7 @@ class _Tracked:
         self.actor = actor
         self.question: Any = None
         self.state: State | None = None
+        self.has_answered = False
 
 
 class Controller:
@@ -112,6 +113,7 @@ class Controller:
                 question, replica.question = replica.question, None
                 try:
                     state = ray.get(question)
+                    replica.has_answered = True
                 except ray.exceptions.RayError:
                     logger.warning("a replica does not answer; Ray starts it again")
             replica.state = state
@@ -134,8 +136,8 @@ class Controller:
 
 
 def _stop(replicas: Sequence[_Tracked]) -> None:
-    """Drains servers, then ends their actors."""
-    stops = [replica.actor.stop.remote() for replica in replicas]
+    """Drains servers, then ends their actors. A replica that never answered has no clients; it may wait for a node."""
+    stops = [replica.actor.stop.remote() for replica in replicas if replica.has_answered]
     if stops:
         ray.wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
     for replica in replicas:
