@@ -5,6 +5,7 @@ Ray is no dependency of the tests, since its cluster takes longer to start than 
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -143,6 +144,42 @@ def test_wrong_arguments_are_refused(cluster: Any, replicas: int, resources: dic
 
     with pytest.raises(ValueError, match="should"):
         bngrad.ray.start(replicas, resources)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"replicas": 1.5}, "replicas must be an int, not 1.5"),
+        ({"resources": {"CPU": "2"}}, r"resources\['CPU'\] must be a number, not '2'"),
+        ({"options": "--insecure"}, "options must be a sequence of str, not '--insecure'"),
+        ({"timeout": "1 s"}, "timeout must be a number of seconds, not '1 s'"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_before_an_actor_starts(
+    cluster: Any, arguments: dict[str, Any], message: str
+) -> None:
+    import bngrad.ray  # noqa: PLC0415
+
+    with pytest.raises(TypeError, match=message):
+        bngrad.ray.start(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("limits", "delays", "error"),
+    [
+        ((1, 2.5), {}, TypeError),
+        ((1, 2), {"downscale_delay_s": "1 s"}, TypeError),
+        ((1, 2), {"upscale_delay_s": -1}, ValueError),
+        ((1, 2), {"target_ongoing_requests": math.nan}, ValueError),
+    ],
+)
+def test_a_policy_that_cannot_be_followed_is_refused(
+    cluster: Any, limits: tuple[Any, Any], delays: dict[str, Any], error: type[Exception]
+) -> None:
+    import bngrad.ray  # noqa: PLC0415
+
+    with pytest.raises(error, match=r"max_replicas|downscale_delay_s|upscale_delay_s|target_ongoing_requests"):
+        bngrad.ray.Fleet(None, {}).autoscale(*limits, **delays)
 
 
 def test_a_fleet_starts_no_cluster_of_its_own_after_ray_was_shut_down(cluster: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bngrad._client import Client
+from bngrad._validation import check_timeout
 from bngrad.ray._autoscaling import AutoscalingPolicy
 from bngrad.ray._controller import Controller
 from bngrad.ray._replica import State, serve_options
@@ -78,9 +80,14 @@ class Fleet:
             downscale_delay_s: How long fewer replicas would have done before some are stopped, in seconds.
 
         Raises:
+            TypeError: An argument is no number.
             ValueError: An argument is out of range.
         """
         _check(min_replicas, "min_replicas")
+        _check(max_replicas, "max_replicas")
+        _check_number(target_ongoing_requests, "target_ongoing_requests")
+        _check_number(upscale_delay_s, "upscale_delay_s")
+        _check_number(downscale_delay_s, "downscale_delay_s")
         if max_replicas < min_replicas:
             raise ValueError(f"max_replicas is {max_replicas}; it should be at least min_replicas, {min_replicas}")
         if target_ongoing_requests <= 0:
@@ -134,14 +141,17 @@ def start(
         timeout: How long the servers may take to be ready, in seconds.
 
     Raises:
-        ValueError: There would be no replica, or an amount is negative.
+        TypeError: An argument has another type.
+        ValueError: There would be no replica, or an amount or the timeout is negative.
         RuntimeError: A server ended before it was ready, or not all are ready in time.
     """
     _check(replicas)
     resources = {"CPU": 1.0} if resources is None else dict(resources)
     for name, amount in resources.items():
-        if amount < 0:
-            raise ValueError(f"resources[{name!r}] is {amount}; it should not be negative")
+        _check_number(amount, f"resources[{name!r}]")
+    if isinstance(options, str):
+        raise TypeError(f"options must be a sequence of str, not {options!r}")
+    timeout = check_timeout(timeout)
     client_options = dict(client_options or {})
     if not ray.is_initialized():
         ray.init()
@@ -162,5 +172,14 @@ def start(
 
 
 def _check(replicas: int, name: str = "replicas") -> None:
+    if not isinstance(replicas, numbers.Integral):
+        raise TypeError(f"{name} must be an int, not {replicas!r}")
     if replicas < 1:
         raise ValueError(f"{name} is {replicas}; it should be at least 1")
+
+
+def _check_number(value: float, name: str) -> None:
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    if not value >= 0:  # also refuses NaN
+        raise ValueError(f"{name} is {value}; it should not be negative")
