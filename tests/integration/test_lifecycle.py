@@ -21,6 +21,7 @@ import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tests.servers import (
     BNGRAD,
@@ -215,6 +216,21 @@ def test_reflection_lists_the_services(server: EmbeddedServer) -> None:
     with grpc.insecure_channel(server.target) as channel:
         services = ProtoReflectionDescriptorDatabase(channel).get_services()
     assert {SERVICE, "grpc.health.v1.Health"} <= set(services)
+
+
+def test_both_versions_of_reflection_answer_the_same(server: EmbeddedServer) -> None:
+    questions = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
+    ]
+    answers = []
+    with grpc.insecure_channel(server.target) as channel:
+        for version in ("v1", "v1alpha"):
+            path = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+            reflect: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
+            answers.append(list(reflect(iter([each.SerializeToString() for each in questions]), timeout=TIMEOUT_S)))
+    assert len(answers[0]) == len(questions)
+    assert answers[0] == answers[1]
 
 
 def test_server_info_describes_the_server(client: bngrad.Client) -> None:

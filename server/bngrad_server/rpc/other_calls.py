@@ -18,18 +18,20 @@ from bngrad_server.rpc.servicer import SERVER_INFO_PATH, SERVICE, Servicer
 
 OtherCalls = Mapping[str, Callable[[bytes], bytes]]
 """What answers a message with a message, by the paths of the calls."""
-REFLECTION_PATH = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
-"""The one of them that is no unary call."""
+REFLECTION_PATHS = frozenset(
+    f"/{service}/ServerReflectionInfo" for service in (reflection.SERVICE_NAME, "grpc.reflection.v1.ServerReflection")
+)
+"""Those of them that are no unary calls. The messages of both versions are the same."""
 CHECK_PATH = f"/{grpc_health.SERVICE_NAME}/Check"
 WATCH_PATH = f"/{grpc_health.SERVICE_NAME}/Watch"
 """What `bngrad_server.rpc.http2.lanes.watches` answers."""
 REFLECTED = (SERVICE.full_name, grpc_health.SERVICE_NAME, reflection.SERVICE_NAME)
-"""The services that reflection lists."""
+"""The services that reflection lists; v1 of itself is not among them, as grpcio cannot describe it."""
 
 
 def other_calls(servicer: Servicer, health: Health, *, has_reflection: bool) -> OtherCalls:
     """Returns what answers them; they raise google.protobuf's DecodeError, or `bngrad_wire.http2.RpcError`."""
-    reflected = {REFLECTION_PATH: _reflect} if has_reflection else {}
+    reflected = dict.fromkeys(REFLECTION_PATHS, _reflect) if has_reflection else {}
     return {
         SERVER_INFO_PATH: lambda _: servicer.info.response(),
         CHECK_PATH: lambda message: _check(health, message),

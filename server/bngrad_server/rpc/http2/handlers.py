@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from bngrad_server.errors import MessageTooLargeError, UnauthenticatedError, cut, grpc_status
 from bngrad_server.memory.ahead import ConnectionTickets
 from bngrad_server.memory.received_message import ReceivedMessage
-from bngrad_server.rpc.other_calls import REFLECTION_PATH, WATCH_PATH, OtherCalls
+from bngrad_server.rpc.other_calls import REFLECTION_PATHS, WATCH_PATH, OtherCalls
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH, UNARY_OPS, Servicer
 from bngrad_server.rpc_context import RpcContext, no_check
 from bngrad_server.staged_request import StagedRequest
@@ -198,7 +198,7 @@ class Http2Handler:
         return call.send_room if self._servicer.admission.limits_clients else call.answer_room
 
     def _answer_other_at_once(self, call: http2.ServerCall, message: Buffer) -> bool:
-        if call.path == REFLECTION_PATH or len(message) > _OTHER_NBYTES:
+        if call.path in REFLECTION_PATHS or len(message) > _OTHER_NBYTES:
             return False
         response = self._others[call.path](bytes(message))
         if not call.has_window_for([len(response)]):
@@ -208,7 +208,7 @@ class Http2Handler:
 
     def _answer_other(self, call: http2.ServerCall, rpc: RpcContext) -> None:
         """Answers the message of a call that is no op, or each message of a reflection until the client pauses."""
-        answer, is_unary = self._others[call.path], call.path != REFLECTION_PATH
+        answer, is_unary = self._others[call.path], call.path not in REFLECTION_PATHS
         waits = self._io.waits
         with self._servicer.transfers.watched(0, rpc):
             nbytes = call.receive_message()
