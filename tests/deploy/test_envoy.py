@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -221,6 +223,22 @@ def test_a_killed_server_loses_no_call(fleet: Fleet) -> None:
             ended.set()
         for each in callers:
             each.result()
+
+
+def test_all_calls_that_a_killed_server_had_are_repeated(fleet: Fleet) -> None:
+    host = HOSTS[0]
+    tls = grpc.ssl_channel_credentials(fleet.authority.path.read_bytes())
+    token = grpc.access_token_call_credentials(fleet.token)
+    with grpc.secure_channel(fleet.target, grpc.composite_channel_credentials(tls, token)) as channel:
+        stub = pb_grpc.BatchNormGradServiceStub(channel)
+        os.kill(fleet.servers[host].process.pid, signal.SIGSTOP)
+        calls = [stub.FusedBatchNormGradV2.future(request(4096), timeout=TIMEOUT_S) for _ in range(40)]
+        wait_until(lambda: any(call.done() for call in calls))  # so the others are there, too
+        fleet.servers[host].process.kill()
+        assert [call.exception() for call in calls] == [None] * len(calls)
+    fleet.servers[host].__exit__()
+    fleet.start(host)
+    wait_until(lambda: len(fleet.healthy()) == len(HOSTS))
 
 
 def test_envoy_accepts_the_configuration_without_tls(fleet: Fleet) -> None:
