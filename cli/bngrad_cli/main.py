@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 from typing import Any
@@ -29,6 +30,16 @@ _COMMANDS = {
 
 _INTERRUPTED = 130
 """The exit code after Ctrl-C, as in shells: 128, and the number of SIGINT."""
+_SCARCE = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+def is_scarcity(error: Exception) -> bool:
+    """Whether the system had no memory, file or thread left."""
+    if "failed to map segment" in f"{error} {error.__context__}":  # a library cannot be loaded, such as llvmlite's
+        return True
+    if isinstance(error, OSError):
+        return error.errno in _SCARCE
+    return isinstance(error, MemoryError) or "can't start new thread" in str(error)
 
 
 class _Commands(click.Group):
@@ -53,6 +64,11 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             ctx.exit(_INTERRUPTED)
+        except (ImportError, MemoryError, OSError, RuntimeError) as error:
+            if not is_scarcity(error):  # such as click's own
+                raise
+            reason = f"the system does not give what the command needs, see ulimit -a: {str(error) or 'no memory'}"
+            raise click.ClickException(reason) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from bngrad_cli import settings
+from bngrad_cli.main import is_scarcity
 
 if TYPE_CHECKING:
     from bngrad_server.config import ServerConfig
@@ -49,7 +50,8 @@ def serve(config: Path | None, **flags: Any) -> None:
     except (ListenError, TracingError, WorkerStartError) as error:
         _fail(effective, click.ClickException(str(error)))
     except (MemoryError, OSError, RuntimeError) as error:
-        if not _is_scarcity(error):
+        is_large = isinstance(error, OSError) and error.errno == errno.EFBIG  # the arena, for a file of this system
+        if not (is_large or is_scarcity(error)):
             raise
         reason = f"the system does not give what a server needs, see ulimit -a: {str(error) or 'no memory'}"
         _fail(effective, click.ClickException(reason))
@@ -61,12 +63,3 @@ def _fail(config: ServerConfig, error: click.ClickException) -> NoReturn:
         logger.critical("%s", error.message)
         sys.exit(error.exit_code)
     raise error
-
-
-def _is_scarcity(error: Exception) -> bool:
-    """Whether the system had no memory, file or thread left, or allows no file as large as the arena."""
-    if "failed to map segment" in str(error.__context__):  # llvmlite cannot be loaded
-        return True
-    if isinstance(error, OSError):
-        return error.errno in {errno.EAGAIN, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-    return isinstance(error, MemoryError) or "can't start new thread" in str(error)

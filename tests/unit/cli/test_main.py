@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 from tests.servers import interruptible
 from tests.unit.cli.extras import SERVER_EXTRA, run_without
 
+from bngrad_cli.commands.info import info
 from bngrad_cli.main import main as command_line
 from bngrad_wire import __version__
 
@@ -67,6 +69,28 @@ def test_a_full_disk_is_reported_in_one_line(arguments: tuple[str, ...], buffere
         command = [sys.executable, "-m", "bngrad_cli", *arguments]
         ended = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stderr) == (1, "bngrad: cannot write the output: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (MemoryError(), "no memory"),
+        (MemoryError("Unable to allocate 24.5 MiB"), "Unable to allocate 24.5 MiB"),
+        (OSError(errno.EMFILE, "Too many open files"), "[Errno 24] Too many open files"),
+        (RuntimeError("can't start new thread"), "can't start new thread"),
+        (ImportError("libtorch_cpu.so: failed to map segment"), "libtorch_cpu.so: failed to map segment"),
+    ],
+)
+def test_what_the_system_does_not_give_is_reported_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
+    def fail(**arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(info, "callback", fail)
+    ended = CliRunner().invoke(command_line, ["info"])
+    assert ended.exit_code == 1
+    assert ended.output == f"Error: the system does not give what the command needs, see ulimit -a: {reason}\n"
 
 
 def test_a_reader_that_has_gone_is_no_error_to_report() -> None:
