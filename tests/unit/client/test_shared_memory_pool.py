@@ -523,12 +523,14 @@ def test_ctrl_c_as_memory_is_leased_loses_no_descriptor() -> None:
 
     with closing(LeasesInThread()) as server, closing(Pool(server.path)) as pool:
         before = len(os.listdir("/proc/self/fd"))
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background ignores it
         sys.settrace(interrupt)
         try:
             with pytest.raises(KeyboardInterrupt):
                 pool.empty((1,), BYTE)
         finally:
             sys.settrace(None)
+            signal.signal(signal.SIGINT, handler)
         assert server.ended.wait(SECONDS)
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
