@@ -85,7 +85,10 @@ class DeliveringConnection(RelayingConnection):
                 relay, target = stream, stream.lane.target
                 room = _PIECE_NBYTES if target is None else len(target.rest)
             room -= length
-            if kind != frames.DATA or flags or stream_id != relay.id or room < 0 or start + length > io.high:
+            is_plain = (
+                kind == frames.DATA and not flags and length > 0
+            )  # an empty one may follow the end of the message
+            if not is_plain or stream_id != relay.id or room < 0 or start + length > io.high:
                 break
             position = start + length
             contents.append(view[start:position])

@@ -184,11 +184,13 @@ def test_calls_arrive_amid_each_other(
     uploads.free_nbytes += taken
 
 
+@pytest.mark.parametrize("is_at_once", [False, True])
 @pytest.mark.usefixtures("without_threads")
-def test_the_end_may_come_by_itself(client: Raw, uploads: Uploads, upload: Upload) -> None:
+def test_the_end_may_come_by_itself(client: Raw, uploads: Uploads, upload: Upload, is_at_once: bool) -> None:
     upload.await_window()
-    client.send(data(MESSAGE[5:], upload.stream_id))
-    client.send(data(b"", upload.stream_id), EMPTY_END)
+    rest = [data(MESSAGE[5:], upload.stream_id), data(b"", upload.stream_id), EMPTY_END]
+    for part in [b"".join(rest)] if is_at_once else rest:
+        client.send(part)
     upload.check_sum()
 
 
