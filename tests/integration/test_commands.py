@@ -450,8 +450,9 @@ def test_bash_completes(tmp_path: Path, line: str, expected: set[str]) -> None:
 def completions(folder: Path, command: list[str]) -> str:
     """Returns what a shell's command prints, which finds bngrad on its path and no configuration."""
     shell = shutil.which(command[0])
-    if shell is None:
+    if shell is None and not os.environ.get("BNGRAD_REQUIRE_SHELLS"):
         pytest.skip(f"{command[0]} is not installed")
+    assert shell is not None, f"{command[0]} must be installed"
     program = folder / "bngrad"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m bngrad_cli "$@"\n')
     program.chmod(0o755)
