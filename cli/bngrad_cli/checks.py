@@ -16,6 +16,7 @@ from bngrad_cli.sample_requests import DTYPES, SampleRequest, random_request
 from bngrad_cli.target import NotOfferedError, Target, TargetError
 from bngrad_kernels.problem import Array
 from bngrad_wire import __version__
+from bngrad_wire.printable import counted
 
 Outputs = tuple[Array, ...]
 
@@ -72,8 +73,8 @@ def _server(target: Target) -> str:
         raise TargetError(f"{target.address} has no ready device: its log says why its workers ended")
     version = info.version if info.version == __version__ else f"{info.version} (the client is {__version__})"
     restarts = sum(device.restarts for device in info.devices)
-    devices = f"{len(info.devices)} device{'s' * (len(info.devices) != 1)}"
-    return f"bngrad {version}; {len(ready)} of {devices} ready, restarted {restarts} time{'s' * (restarts != 1)}"
+    devices = counted(len(info.devices), "device")
+    return f"bngrad {version}; {len(ready)} of {devices} ready, restarted {counted(restarts, 'time')}"
 
 
 def _round_trips(transport: Transport, expected: list[Outputs], target: Target, *, is_long: bool) -> str:

@@ -1,4 +1,4 @@
-"""Text of strangers, made safe to print."""
+"""Text to print."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number and what it counts, such as "1 device" or "2 devices"."""
+    return f"{number} {noun}{'s' * (number != 1)}"

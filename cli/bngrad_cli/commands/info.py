@@ -11,6 +11,7 @@ import bngrad
 from bngrad_cli.target import Target
 from bngrad_cli.target_options import with_target
 from bngrad_wire.addresses import format_host_port
+from bngrad_wire.printable import counted
 
 
 @click.command()
@@ -35,9 +36,12 @@ def info(target: Target, as_json: bool) -> None:
 
 def _lines(server: bngrad.ServerInfo) -> list[tuple[str, str]]:
     devices = [
-        (device.name, f"{device.state}, restarted {device.restarts} time{'s' * (device.restarts != 1)}" + description)
+        (
+            device.name,
+            f"{device.state}, restarted {counted(device.restarts, 'time')}"
+            + (device.description and f": {device.description}"),
+        )
         for device in server.devices
-        for description in (device.description and f": {device.description}",)
     ]
     remark = [("GPUs", server.device_remark)] if server.device_remark else []
     compiling = [("being compiled", ", ".join(server.compiling))] if server.compiling else []

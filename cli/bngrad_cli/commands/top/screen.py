@@ -104,7 +104,7 @@ def _minute(recent: dict[str, Any], points: list[dict[str, Any]]) -> RenderableT
 
 
 def _failures(server: dict[str, Any], columns: int | None) -> RenderableType:
-    """The last failures; in a line each of so many columns, with the request's id only where it leaves room for why."""
+    """The last failures; with ``columns``, a line for each, and its request only where that leaves room for why."""
     table = plain_table(title="recent failures", title_justify="left")
     is_line = columns is not None
     has_request = columns is None or columns >= _COLUMNS_WITH_REQUEST

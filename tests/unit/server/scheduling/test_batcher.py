@@ -643,17 +643,23 @@ def test_a_job_of_which_one_worker_died_runs_alone_once_the_others_are_done(
     wait_until(lambda: set(requests.batcher._free) == set(idle_workers) - {idle_workers[dead]})
 
 
-def test_the_event_loop_ends_a_split_job_once_no_worker_has_it_also_after_an_unexpected_error() -> None:
-    batcher, event_loop = Batcher(max_jobs=3, max_bytes=4000), EventLoop("event-loop")
-    Dispatcher(event_loop, batcher)
+def split_among(workers: Sequence[GatedWorker], batcher: Batcher, event_loop: EventLoop) -> tuple[Job, threading.Event]:
+    """Submits a job that all workers get a part of; returns it, and what is set at its end."""
     event_loop.start()
-    workers = [GatedWorker(), GatedWorker()]
     for each in workers:
         batcher.offer(each)
     only, has_ended = large_job(), threading.Event()
     only.on_end = has_ended.set
     batcher.submit(only)
     event_loop.call_soon(lambda: None)
+    return only, has_ended
+
+
+def test_the_event_loop_ends_a_split_job_once_no_worker_has_it_also_after_an_unexpected_error() -> None:
+    batcher, event_loop = Batcher(max_jobs=3, max_bytes=4000), EventLoop("event-loop")
+    Dispatcher(event_loop, batcher)
+    workers = [GatedWorker(), GatedWorker()]
+    only, has_ended = split_among(workers, batcher, event_loop)
     first, second = (worker.next_batch()[1] for worker in workers)
     first.set_result([None])
     for _ in range(2):  # in the second round, the loop has seen that at the latest
@@ -678,14 +684,8 @@ def test_the_event_loop_waits_for_workers_that_the_system_cannot_watch(monkeypat
     Dispatcher(event_loop, batcher)
     no_room = OSError(errno.ENOSPC, "too many descriptors are watched")
     monkeypatch.setattr(event_loop, "add_priority_reader", mock.Mock(side_effect=no_room))
-    event_loop.start()
     workers = [GatedWorker(), GatedWorker()]
-    for each in workers:
-        batcher.offer(each)
-    only, has_ended = large_job(), threading.Event()
-    only.on_end = has_ended.set
-    batcher.submit(only)
-    event_loop.call_soon(lambda: None)
+    only, has_ended = split_among(workers, batcher, event_loop)
     for each in workers:
         each.next_batch()[1].set_result([None])
     assert has_ended.wait(TIMEOUT_S)

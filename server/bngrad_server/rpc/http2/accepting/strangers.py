@@ -167,7 +167,7 @@ class Strangers:
                 http2.set_timeout(stranger.sock, _CALL_TIMEOUT_S)
                 stranger.http = http2.MultiplexedConnection(stranger.sock)
             stranger.http.blocking = False
-            if self._certificates is not None and self._certificates.is_outdated(stranger.sock):
+            if self._is_outdated(stranger):
                 self._dismiss(stranger, stranger.http)
                 return
             stranger.turns, stranger.is_new = 0, True
@@ -269,15 +269,14 @@ class Strangers:
 
     def _end_outdated(self) -> None:
         """Ends what former authorities have verified; what is amid its handshake is dismissed after that."""
-        for stranger in list(self._all):
-            http = stranger.http
-            if http is None or stranger.has_ended or self._certificates is None:
-                continue
-            if self._certificates.is_outdated(stranger.sock):
-                if stranger.introduction is None:
-                    self._dismiss(stranger, http)
-                else:
-                    self._close(stranger)
+        for stranger in filter(self._is_outdated, list(self._all)):
+            if stranger.introduction is not None:
+                self._close(stranger)
+            elif stranger.http is not None and not stranger.has_ended:
+                self._dismiss(stranger, stranger.http)
+
+    def _is_outdated(self, stranger: Stranger) -> bool:
+        return self._certificates is not None and self._certificates.is_outdated(stranger.sock)
 
     def _fail(self, stranger: Stranger, error: Exception) -> None:
         if isinstance(error, http2.ProtocolError):
