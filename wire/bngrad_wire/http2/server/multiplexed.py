@@ -35,6 +35,8 @@ _MAX_KEPT_NBYTES = 2**18
 """While more is kept for a client that does not read, nothing is received."""
 _TOO_MANY_NBYTES = 8 * 2**20
 """How much is kept at most: a client that leaves this much unread, and still sends, is closed."""
+_LAST_PING = b"goodbye?"
+"""What the client answers once it knows that it may begin no more calls."""
 _SETTINGS = frames.settings(
     {
         frames.MAX_CONCURRENT_STREAMS: _CALLS,
@@ -138,7 +140,8 @@ class MultiplexedConnection(DeliveringConnection):
         hears of it, and clients do not repeat large calls that were refused.
         """
         self.send_control(frames.goaway(frames.MAX_STREAM_ID, ErrorCode.NO_ERROR))
-        self.ping()
+        self.unanswered_ping = _LAST_PING  # `ping` would also send, and fail where the client has gone
+        self.send_control(frames.frame(frames.PING, 0, 0, _LAST_PING))
 
     @property
     def knows_goaway(self) -> bool:
