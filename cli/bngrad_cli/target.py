@@ -40,6 +40,10 @@ class TargetError(click.ClickException):
     """The server cannot be reached, or does not work; the message says what to do."""
 
 
+class TokenError(TargetError):
+    """The token is of no use there, or lacks: to try again does not help."""
+
+
 class NotOfferedError(Exception):
     """The server does not offer something optional; the message says why."""
 
@@ -99,7 +103,8 @@ class Target:
         """Returns the metadata of calls on the channel.
 
         Raises:
-            TargetError: The token would travel unencrypted, cannot be read, or is none.
+            TargetError: The token cannot be read.
+            TokenError: It would travel unencrypted, or is none.
         """
         content = _read(self.token_file)
         if content is None:
@@ -107,9 +112,9 @@ class Target:
         token = content.decode(errors="replace").strip()
         if not is_sendable(token):
             expected = "one token, as `bngrad token new` prints it, without blanks or further lines"
-            raise TargetError(f"{self.token_file}, the file of --token-file, should hold {expected}")
+            raise TokenError(f"{self.token_file}, the file of --token-file, should hold {expected}")
         if not self.tls and not is_local(self.address):
-            raise TargetError(f"the token would travel unencrypted to {self.address}: give --tls or --tls-ca as well")
+            raise TokenError(f"the token would travel unencrypted to {self.address}: give --tls or --tls-ca as well")
         return (("authorization", f"{SCHEME}{token}"),)
 
     def connect(self) -> None:
@@ -136,6 +141,7 @@ class Target:
 
         Raises:
             TargetError: It does not answer that.
+            TokenError: It does not accept the token.
         """
         metadata = self.metadata()
         self.connect()
@@ -146,13 +152,15 @@ class Target:
             try:
                 return check(b"", timeout=self.timeout_s, metadata=metadata) == _SERVING
             except grpc.RpcError as error:
-                raise TargetError(self._explained(error)) from error
+                is_token = error.code() is grpc.StatusCode.UNAUTHENTICATED
+                raise (TokenError if is_token else TargetError)(self._explained(error)) from error
 
     def check_serving(self) -> None:
         """Checks that the server takes requests.
 
         Raises:
             TargetError: It does not.
+            TokenError: It does not accept the token.
         """
         if not self.is_serving():
             raise TargetError(

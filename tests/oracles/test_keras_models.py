@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,11 @@ def test_a_saved_model_has_no_client(counted: CountedClient, tmp_path: Path) -> 
 def test_a_client_must_be_one(client: Any) -> None:
     with pytest.raises(TypeError, match=rf"client must be a bngrad.Client, not {client!r}"):
         bngrad.keras.convert(network(), client)
+
+
+@pytest.mark.parametrize("model", [None, [keras.layers.BatchNormalization()]])
+def test_a_model_must_be_one(model: Any) -> None:
+    with bngrad.Client("127.0.0.1:1") as client:
+        for change in (partial(bngrad.keras.convert, client=client), bngrad.keras.revert):
+            with pytest.raises(TypeError, match=r"model must be a keras.layers.Layer, such as a keras.Model, not "):
+                change(model)

@@ -77,10 +77,11 @@ def test_a_certificate_that_the_server_does_not_know_is_named(
     assert f"it may know no authority that has signed {other.certificate}: " in ended.stderr
 
 
-def test_an_invalid_token_is_named(guarded: Guarded, known: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_invalid_token_is_named_and_not_waited_for(guarded: Guarded, known: tuple[str, ...], tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text("wrong\n")
-    ended = run_bngrad("check", *known[:6], "--token-file", str(wrong), "--timeout", "60", guarded.server.target)
+    arguments = (*known[:6], "--token-file", str(wrong), "--timeout", "60", "--wait", "600")
+    ended = run_bngrad("check", *arguments, guarded.server.target)
     assert ended.returncode == 1
     assert f"answered UNAUTHENTICATED: a valid token is needed; that of {wrong} is not" in ended.stderr
 

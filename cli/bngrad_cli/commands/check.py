@@ -9,7 +9,7 @@ from functools import partial
 
 import click
 
-from bngrad_cli.target import NotOfferedError, Target, TargetError
+from bngrad_cli.target import NotOfferedError, Target, TargetError, TokenError
 from bngrad_cli.target_options import Seconds, with_target
 
 _RETRY_DELAY_S = 0.25
@@ -65,11 +65,13 @@ def check(target: Target, quick: bool, wait_s: float, is_long: bool, quiet: bool
 
 
 def health(target: Target, wait_s: float) -> str:
-    """Waits until the server says that it takes requests."""
+    """Waits until the server says that it takes requests; not for a token to become valid."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
             target.check_serving()
+        except TokenError:
+            raise
         except TargetError:
             if time.monotonic() + _RETRY_DELAY_S > deadline:
                 raise

@@ -134,7 +134,7 @@ def convert(model: Model, client: Client) -> Model:
         The model.
 
     Raises:
-        TypeError: The client is no `bngrad.Client`.
+        TypeError: The client is no `bngrad.Client`, or the model no ``keras.layers.Layer``.
     """
     check_client(client)
     if not _exchange(model, keras.layers.BatchNormalization, BatchNormalization, client):
@@ -147,6 +147,9 @@ def revert(model: Model) -> Model:
     """Undoes `convert`: Keras computes the gradients of all layers. Returns the model, which is changed itself.
 
     XLA stays off until the model is compiled again.
+
+    Raises:
+        TypeError: The model is no ``keras.layers.Layer``.
     """
     _exchange(model, BatchNormalization, keras.layers.BatchNormalization, None)
     return model
@@ -155,6 +158,8 @@ def revert(model: Model) -> Model:
 def _exchange(model: Any, before: type, after: type, client: Client | None) -> int:
     """Returns how many layers there are."""
     _check_backend()
+    if not isinstance(model, keras.layers.Layer):
+        raise TypeError(f"model must be a keras.layers.Layer, such as a keras.Model, not {model!r}")
     layers = [layer for layer in model._flatten_layers() if type(layer) in (before, BatchNormalization)]
     for layer in layers:
         layer.__class__ = after

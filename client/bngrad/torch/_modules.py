@@ -183,7 +183,7 @@ def convert_batchnorm(
         The model.
 
     Raises:
-        TypeError: The client is no `bngrad.Client`.
+        TypeError: The client is no `bngrad.Client`, or the model no ``torch.nn.Module``.
         ValueError: ``where`` is neither.
 
     Warns:
@@ -192,6 +192,7 @@ def convert_batchnorm(
     if where not in ("everywhere", "measured"):
         raise ValueError(f"where must be 'everywhere' or 'measured', not {where!r}")
     check_client(client)
+    _check_model(model)
     reference, placements = ClientReference(client), Placements()
     for name, module in model.named_modules():
         if type(module) in _OURS:
@@ -216,7 +217,11 @@ def revert_batchnorm(model: Model) -> Model:
 
     Returns:
         The model.
+
+    Raises:
+        TypeError: The model is no ``torch.nn.Module``.
     """
+    _check_model(model)
     for module in model.modules():
         if isinstance(module, _ClientBatchNorm):
             for name in ("_client", "_inputs", "_placement"):
@@ -224,3 +229,8 @@ def revert_batchnorm(model: Model) -> Model:
         if type(module) in _STOCK:
             module.__class__ = _STOCK[type(module)]
     return model
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {model!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -106,3 +107,11 @@ def test_a_client_that_was_deleted_is_named() -> None:
 def test_a_client_must_be_one(client: Any) -> None:
     with pytest.raises(TypeError, match=rf"client must be a bngrad.Client, not {client!r}"):
         bngrad.torch.convert_batchnorm(torch.nn.BatchNorm1d(3), client)
+
+
+@pytest.mark.parametrize("model", [None, [torch.nn.BatchNorm1d(3)]])
+def test_a_model_must_be_one(model: Any) -> None:
+    with bngrad.Client("127.0.0.1:1") as client:
+        for change in (partial(bngrad.torch.convert_batchnorm, client=client), bngrad.torch.revert_batchnorm):
+            with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not "):
+                change(model)
