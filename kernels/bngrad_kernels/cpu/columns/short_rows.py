@@ -1,6 +1,6 @@
 """The whole lines of up to 128 columns: their coefficients stay in registers, and the sums of short rows over a band.
 
-Memory is read in address order here too. The processor alone prefetches what is summed better than with our help.
+Memory is read in address order here too.
 """
 
 from __future__ import annotations
@@ -122,8 +122,13 @@ def _means_of_line(means: int, column: int) -> Any:
 @internal
 def _with_pair(tag: Any, tensors: Any, mean: Any, upper: int, line: Any) -> Any:
     """The sums of a line, with two rows added."""
-    y_backprop, x, _, pitch, _, _ = tensors
+    y_backprop, x, _, pitch, ahead, _ = tensors
     lower = upper + pitch
+    if ahead[0]:
+        prefetch_ahead(tag, y_backprop, upper, ahead)
+        prefetch_ahead(tag, y_backprop, lower, ahead)
+        prefetch_ahead(tag, x, upper, ahead)
+        prefetch_ahead(tag, x, lower, ahead)
     in_order()  # LLVM would read one row after the other, which takes a tenth longer
     upper_dy, lower_dy = load_line(tag, y_backprop, upper), load_line(tag, y_backprop, lower)
     in_order()

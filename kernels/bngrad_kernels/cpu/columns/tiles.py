@@ -86,7 +86,7 @@ def _sum_panel(
     """Sums a range of columns of each run over some rows; in inference, also writes x_backprop there."""
     gain = np.int64(0) if p.is_training else table(p, slot, GAIN)
     tables, line_tables = (table(p, slot, MEAN), gain), (_line_means(tag, p, slot, scratch), gain)
-    tensors, into, padded = _tensors(p), sums_of(p, slot, t + 1), p.padded
+    tensors, into, padded = _tensors(p, p.sums_near, p.sums_far), sums_of(p, slot, t + 1), p.padded
     for run in range(runs):
         at, start = index + run * _gap(p), run * p.pitch + first
         if p.is_short:
@@ -101,7 +101,7 @@ def _write_panel(
     tag: Any, p: Any, slot: int, scratch: int, index: int, rows: int, runs: int, first: int, columns: int
 ) -> None:
     """Writes x_backprop of a range of columns of each run over some rows."""
-    tensors = _tensors(p)
+    tensors = _tensors(p, p.near, p.far)
     tables = table(p, slot, MEAN), table(p, slot, GAIN), table(p, slot, SHIFT), table(p, slot, SLOPE)
     line_tables = (
         _line_table(tag, p, slot, scratch, MEAN), _line_table(tag, p, slot, scratch, GAIN),
@@ -117,9 +117,9 @@ def _write_panel(
 
 
 @internal
-def _tensors(p: Any) -> Any:
+def _tensors(p: Any, near: int, far: int) -> Any:
     """The tensors, the distance of rows, those of what is prefetched, and whether x_backprop is streamed."""
-    return p.y_backprop, p.x, p.x_backprop, p.columns, (p.near, p.far), p.streams
+    return p.y_backprop, p.x, p.x_backprop, p.columns, (near, far), p.streams
 
 
 @internal
