@@ -37,8 +37,8 @@ def _table(path: Path) -> str:
     to_best = [row["to_best_peer"] for row in rows]
     lines += [
         "",
-        f"Over all {len(rows)} cases bngrad takes {_mean(to_best):.2f} of the time of the fastest other library; in "
-        f"{sum(ratio > 1 for ratio in to_best)} cases it is slower than that.",
+        f"Over all {len(rows)} cases bngrad takes {_mean(to_best):.2f} of the time of the fastest other library; it "
+        f"is slower in {sum(ratio > 1 for ratio in to_best)} of them.",
         "",
     ]
     return "\n".join(lines)
