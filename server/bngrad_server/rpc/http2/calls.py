@@ -164,7 +164,7 @@ class Http2Calls:
         if is_reading:
             was_useful = http.was_useful and weight == 1  # small answers are no DATA to speak of
             self.connections.count_waste(connection, began, 0.0 if was_useful else weight)
-        self.connections.end_if_announced(connection)
+        self.connections.endings.if_heard(connection)
         self.connections.lanes.settle(connection)
 
     def _check_lane(self, lane: Lane) -> None:
@@ -314,7 +314,7 @@ class Http2Calls:
                 self._on_stranger(caller.sock, caller.http, caller.client)
             elif isinstance(caller, Lane):
                 self.connections.await_call(caller)
-                self.connections.end_after_calls(caller.connection)
+                self.connections.endings.after_calls(caller.connection)
         except Exception as broken:
             self.connections.fail(caller, broken)
 

@@ -1,8 +1,7 @@
 """The connections of the HTTP/2 port, between their calls and during them.
 
 The event loop reads from an idle connection. To a thread, which may wait, it lends the connection meanwhile. One that
-only costs time, with frames or calls that lead to nothing, is paused; one that is to be closed has its last answer
-delivered before.
+only costs time, with frames or calls that lead to nothing, is paused.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 
 from bngrad_server.rpc.http2.connection import Caller, Connection, Lane
-from bngrad_server.rpc.http2.delivery import Deliveries
+from bngrad_server.rpc.http2.endings import Endings
 from bngrad_server.rpc.http2.lanes.lanes import Lanes
 from bngrad_server.rpc.http2.lending import Lending
 from bngrad_server.rpc.http2.limits.penalties import Penalties, peer_of
@@ -35,8 +33,6 @@ _BREACH_SCORE = 16.0
 """What a breach of the protocol counts for in `bngrad_server.rpc.http2.limits.penalties`."""
 _FUTILE_SCORE = 2.0
 """What a call with a malformed message, or one more that was cancelled, counts for, there and for the next calls."""
-_GOAWAY_TIMEOUT_S = 2.0
-"""How long a client may take to learn that it may begin no more calls."""
 
 
 class Http2Connections:
@@ -48,6 +44,7 @@ class Http2Connections:
         readers: The connections that are read from.
         lent: Those that threads have, and such lanes.
         lanes: The lanes of connections that may have several calls.
+        endings: The connections that are to be closed.
     """
 
     def __init__(
@@ -77,6 +74,7 @@ class Http2Connections:
         self.readers = Readers(event_loop, on_readable, self._on_end, has_long_calls=has_long_calls)
         self.lent = Lending(event_loop, self._log_failure, self._after_thread)
         self.lanes = Lanes(event_loop, self.readers, self._is_served, self._after_call, self.fail, allowance_s)
+        self.endings = Endings(self.idle, self.lanes.settle, self._stop_reading, self._close)
         self._metrics = metrics
         self._on_breach = on_breach
         self._on_release = on_release
@@ -84,8 +82,6 @@ class Http2Connections:
         self._remote: Places[Connection] = Places(max_connections())
         self._local: Places[Connection] = Places(max_connections())
         self._penalties = Penalties()
-        self._closing = Deliveries()
-        self._leaving: dict[Connection, float] = {}  # until when each waits for its client to hear of its end
         self._draining = False
         self._pauses = Pauses()
 
@@ -132,14 +128,14 @@ class Http2Connections:
         return self.lanes.begin(connection, carrier, call, rpc)
 
     def _is_served(self, connection: Connection) -> bool:
-        return connection in self._all and connection not in self._closing
+        return connection in self._all and not self.endings.is_delivering(connection)
 
     def _after_call(self, connection: Connection) -> None:
         """Goes on after one of the calls of a connection that may have several."""
         self._count_malformed(connection)
         if not connection.lanes and connection in self._all:
-            if connection.is_outdated and connection not in self._leaving:
-                self._close_once_delivered(connection)
+            if connection.is_outdated and not self.endings.is_announced(connection):
+                self.endings.once_delivered(connection)
             else:
                 self.idle[connection] = None
 
@@ -162,7 +158,7 @@ class Http2Connections:
         if connection.http.outbound:  # more than the socket took at once
             self._lend_to_flush(connection)
         elif self._draining or connection.is_outdated:
-            self._close_once_delivered(connection)
+            self.endings.once_delivered(connection)
         else:
             self.idle[connection] = None
             self._watch(connection)
@@ -224,11 +220,7 @@ class Http2Connections:
             self._on_breach(connection.client, _BREACH_SCORE)
             self._metrics.refused_connection("silent")
             self._close(connection)
-        for connection in self._closing:
-            self._close_once_delivered(connection)
-        now = time.monotonic()
-        for connection in [connection for connection, until in self._leaving.items() if until <= now]:
-            self.end_after_calls(connection)
+        self.endings.tick()
 
     def _has_no_thread(self, connection: Connection) -> bool:
         return connection in self.idle or bool(connection.lanes)
@@ -272,7 +264,7 @@ class Http2Connections:
         """Accepts no more calls; closes each connection after the call that it has."""
         self._draining = True
         for connection in list(self._all):
-            self.end_soon(connection)
+            self.endings.announce(connection)
         self._note_drained()
 
     def renew(self) -> None:
@@ -282,33 +274,7 @@ class Http2Connections:
         """
         for connection in list(self._all):
             if isinstance(connection.sock, http2.TlsSocket):
-                self.end_after_calls(connection)
-
-    def end_soon(self, connection: Connection) -> None:
-        """Closes a connection after the calls that it has, and those that its client has begun already."""
-        if connection.http.is_multiplexed and not connection.is_outdated:
-            connection.is_outdated = True
-            self._leaving[connection] = time.monotonic() + _GOAWAY_TIMEOUT_S
-            connection.http.announce_goaway()
-            self.lanes.settle(connection)
-        elif connection not in self._leaving:
-            self.end_after_calls(connection)
-
-    def end_if_announced(self, connection: Connection) -> None:
-        """Ends a connection once its client has heard that it will; to be called after frames of it."""
-        if connection in self._leaving and connection.http.knows_goaway:
-            self.end_after_calls(connection)
-
-    def end_after_calls(self, connection: Connection) -> None:
-        """Closes a connection after the calls that it has; refuses those that its client begins before it knows."""
-        connection.is_outdated = True
-        self._leaving.pop(connection, None)
-        if connection.http.is_multiplexed:
-            connection.http.goaway()
-        if connection in self.idle:
-            self._close_once_delivered(connection)
-        elif connection.lanes:
-            self.lanes.settle(connection)
+                self.endings.after_calls(connection)
 
     def abort(self) -> None:
         """Ends every connection at once."""
@@ -323,16 +289,7 @@ class Http2Connections:
         else:
             self._close(connection)
 
-    def _close_once_delivered(self, connection: Connection) -> None:
-        """Closes a connection without a call once its client has the last answer; does not read from it until then."""
-        try:
-            connection.http.flush()
-        except ConnectionError:
-            self._close(connection)
-            return
-        if self._closing.is_over(connection):
-            self._close(connection)
-            return
+    def _stop_reading(self, connection: Connection) -> None:
         self.readers.unwatch(connection)
         self.idle.pop(connection, None)
         self.readers.amid_frame.pop(connection, None)
@@ -357,8 +314,7 @@ class Http2Connections:
         self.readers.forget(connection)
         self.lent.discard(connection)
         self.idle.pop(connection, None)
-        self._closing.discard(connection)
-        self._leaving.pop(connection, None)
+        self.endings.discard(connection)
         self._places(connection).leave(connection)
         self._all.discard(connection)
         self._note_drained()

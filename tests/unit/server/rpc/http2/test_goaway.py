@@ -12,7 +12,7 @@ from tests.unit.server.rpc.http2.raw_client import Raw, check_sum, raw
 from tests.unit.server.rpc.http2.service import Service
 from tests.unit.server.workers.additions import TIMEOUT_S
 
-from bngrad_server.rpc.http2 import connections
+from bngrad_server.rpc.http2 import endings
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.errors import ErrorCode
 
@@ -66,7 +66,7 @@ def test_a_running_call_ends_after_its_client_has_heard_of_the_end(service: Serv
 
 
 def test_a_client_that_never_answers_is_not_waited_for(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_GOAWAY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(endings, "_GOAWAY_TIMEOUT_S", 0.1)
     client = with_a_call(service)
     began = time.monotonic()
     with stopping(service) as stopped:

@@ -675,7 +675,7 @@ def test_a_watch_does_not_keep_a_connection_that_is_to_end(service: Service) -> 
     client.ask(1, b"", WATCH_PATH)
     assert watch(client, 1) == CHECK_STATUS.NOT_SERVING
     (connection,) = service.port._connections._all
-    service.port._event_loop.call_soon(partial(service.port._connections.end_soon, connection))
+    service.port._event_loop.call_soon(partial(service.port._connections.endings.announce, connection))
     client.next(frames.HEADERS, 1)
     assert client.status(1) == 0
     wait_until(lambda: len(service.port._connections) == 0)
