@@ -50,15 +50,13 @@ class GrpcioTransport:
             # Closing the channel ends such a call; a future costs a thread hop.
             if cancellation.only_by_close and len(message) < _BLOCKING_NBYTES:
                 response, call = callable_.with_call(message, timeout=remaining_s, metadata=metadata)
-                self._note(call)
-                return response
+                return self._noted(response, call)
             # The channel could not be closed without the thread that this starts.
             future = held_back(lambda: callable_.future(message, timeout=remaining_s, metadata=metadata))
             try:
                 with cancellation.calls(future.cancel):
                     response = future.result(remaining_s)
-                self._note(future)
-                return response
+                return self._noted(response, future)
             finally:
                 future.cancel()  # does nothing to a call that has ended
         except grpc.RpcError as error:
@@ -106,6 +104,13 @@ class GrpcioTransport:
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._target, deadline.timeout) from error.with_traceback(None)
         return message[field[1] :]
+
+    def _noted(self, response: bytes | None, call: grpc.Call) -> bytes:
+        """Returns a response, which grpcio gives as None if the call ended as OK without any."""
+        self._note(call)
+        if response is None:
+            raise InternalError(f"{self._target} answered with nothing")
+        return response
 
     def _note(self, call: grpc.Call) -> None:
         trailers = call.trailing_metadata() or ()

@@ -125,6 +125,16 @@ def test_an_exchange_sends_tensors_in_chunks_of_a_mebibyte_and_fills_its_targets
     assert came == [message(NUMBER, b"head"), message(CHUNK, b"x" * 5), *[message(CHUNK, bytes(2**20))] * 3]
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_that_ends_as_ok_without_a_response_is_an_internal_error(way: str) -> None:
+    def answer(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        list(requests)
+        yield from []
+
+    with transport(answer) as made, pytest.raises(bngrad.InternalError, match=f"{made.target} (answered|did not send)"):
+        made.call(way)
+
+
 @contextmanager
 def silence() -> Iterator[tuple[Transport, threading.Event, threading.Event]]:
     """Gives a transport to a server that does not answer, and events: a call has come, and it was ended."""
