@@ -37,8 +37,9 @@ class LoadReport(NamedTuple):
 
     @property
     def capacity(self) -> float | None:
-        """The requests per second that it could compute; None if it has computed none."""
-        return self.rate / self.utilization if self.rate > 0 and self.utilization > 0 else None
+        """The requests per second that it could compute; None if it has computed none, or if it is infinite."""
+        capacity = self.rate / self.utilization if self.utilization > 0 else 0.0
+        return capacity if 0 < capacity < math.inf else None
 
     def text(self) -> str:
         """Returns the value of the header in text."""

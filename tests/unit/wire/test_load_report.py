@@ -57,3 +57,8 @@ def test_a_malformed_report_is_none(text: str) -> None:
 def test_a_server_without_load_has_no_capacity() -> None:
     assert REPORT.capacity == pytest.approx(4938, rel=1e-3)
     assert LoadReport(0, 0, 0).capacity is None
+
+
+def test_a_capacity_beyond_the_range_of_numbers_is_none() -> None:
+    assert LoadReport(1e308, 1e-300, 1).capacity is None
+    assert LoadReport(1e-300, 1e308, 1).capacity is None
