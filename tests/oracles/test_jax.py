@@ -111,6 +111,19 @@ def test_a_mapped_dimension_of_length_zero_has_empty_gradients(client: bngrad.Cl
     assert [each.shape for each in mapped(empty, scale, offset)] == [empty.shape, (0, 7), (0, 7)]
 
 
+@pytest.mark.parametrize("shape", [(3, 0, 5, 6, 7), (3, 4, 5, 6, 0), (0, 0, 5, 6, 7)])
+def test_a_dimension_is_mapped_over_tensors_without_elements(client: bngrad.Client, shape: tuple[int, ...]) -> None:
+    def loss(*arguments: Any) -> Any:
+        return bngrad.jax.batch_norm(*arguments, client=client)[0].sum()
+
+    channels = shape[-1]
+    given = jnp.zeros(shape, jnp.float32), jnp.ones(channels), jnp.zeros(channels)
+    for_x, *others = jax.jit(jax.vmap(jax.grad(loss, BY_ALL), (0, None, None)))(*given)
+    assert for_x.shape == shape
+    for each in others:
+        np.testing.assert_array_equal(each, np.zeros((shape[0], channels)))
+
+
 @pytest.mark.parametrize("data_format", ["NHWC", "NCDHW"])
 def test_a_mapped_dimension_is_one_call(counted: CountedClient, data_format: str) -> None:
     given = arguments(FORMATS[data_format], mapped=3)

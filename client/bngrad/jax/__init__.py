@@ -8,6 +8,7 @@ Needs the extra ``bngrad[jax]``.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -150,9 +151,9 @@ def _called(call: Callable[..., tuple[Array, ...]], data_format: DataFormat, lik
     """Has the compiled program make a call, whose outputs have the shapes and dtypes of ``like``."""
 
     def host(*arrays: Array) -> tuple[Array, ...]:
-        mapped = arrays[-1].shape[:-1]
-        merged = [_merged(array, len(mapped), data_format) for array in arrays]
-        return tuple(_split(output, mapped, data_format) for output in call(*merged))
+        vector_shape = arrays[-1].shape
+        merged = [_merged(array, len(vector_shape) - 1, data_format) for array in arrays]
+        return tuple(_split(output, vector_shape, data_format) for output in call(*merged))
 
     return call_host(host, like, *tensors)
 
@@ -164,13 +165,15 @@ def _merged(array: Array, mapped: int, data_format: DataFormat) -> Array:
     channels = data_format.index("C") if array.ndim - mapped > 1 else 0
     moved = np.moveaxis(array, range(mapped), range(channels, channels + mapped))
     shape = moved.shape
-    return moved.reshape(*shape[:channels], -1, *shape[channels + mapped + 1 :])
+    end = channels + mapped + 1
+    return moved.reshape(*shape[:channels], math.prod(shape[channels:end]), *shape[end:])
 
 
-def _split(array: Array, mapped: tuple[int, ...], data_format: DataFormat) -> Array:
-    """Undoes `_merged`."""
+def _split(array: Array, vector_shape: tuple[int, ...], data_format: DataFormat) -> Array:
+    """Undoes `_merged`; ``vector_shape`` is that of a tensor with a value for each channel."""
+    mapped = len(vector_shape) - 1
     if not mapped:
         return array
     channels = data_format.index("C") if array.ndim > 1 else 0
-    split = array.reshape(*array.shape[:channels], *mapped, -1, *array.shape[channels + 1 :])
-    return np.ascontiguousarray(np.moveaxis(split, range(channels, channels + len(mapped)), range(len(mapped))))
+    split = array.reshape(*array.shape[:channels], *vector_shape, *array.shape[channels + 1 :])
+    return np.ascontiguousarray(np.moveaxis(split, range(channels, channels + mapped), range(mapped)))
