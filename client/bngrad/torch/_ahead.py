@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from bngrad._ahead.tensor import AheadTensor, release, renew
@@ -45,7 +44,7 @@ class Inputs:
         A tensor of a subclass may have no values here; PyTorch takes it apart in the backward pass.
         """
         is_in_memory = type(x) is Tensor and x.is_cpu
-        if torch.compiler.is_compiling() or client is None or self._balances[is_training] < 0 or not is_in_memory:
+        if client is None or self._balances[is_training] < 0 or not is_in_memory:
             return None
         return SentInput(self, client, x, is_training=is_training) if client._calls.is_remote else None
 

@@ -12,6 +12,7 @@ from bngrad.torch._ahead import SentInput
 from bngrad.torch._clients import is_cold
 from bngrad.torch._ops import batch_norm_grad, gradients
 from bngrad.torch._placement import Placement
+from bngrad.torch._transforms import FirstOrder, has_memory, is_transformed
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -24,6 +25,8 @@ class Function(torch.autograd.Function):
 
     The place is chosen in the backward pass: a checkpoint repeats the forward pass, which must save the same tensors.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -68,7 +71,10 @@ class Function(torch.autograd.Function):
 
 def _by_client(ctx: Any, saved: tuple[Any, ...], y_backprop: Tensor) -> Gradients:
     x, weight, mean, rstd, _ = saved
-    compute = gradients if all(map(_is_plain, (x, y_backprop, mean))) else batch_norm_grad
+    if all(map(_is_plain, (x, y_backprop, mean))):
+        compute = gradients
+    else:
+        compute = FirstOrder.apply if not torch.compiler.is_compiling() and is_transformed() else batch_norm_grad
     with _NOT_SENT if ctx.sent is None else ctx.sent.used(x):
         x_backprop, scale_backprop, offset_backprop = compute(
             y_backprop, x, weight, mean, rstd, ctx.epsilon, ctx.is_training, ctx.client
@@ -112,4 +118,4 @@ def _is_plain(x: Tensor) -> bool:
     The dispatcher takes longer than a small gradient, and its first call of an operator imports PyTorch's compiler.
     """
     is_traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    return type(x) is Tensor and not is_traced and not torch.is_grad_enabled() and not x.is_meta
+    return type(x) is Tensor and not is_traced and not torch.is_grad_enabled() and not x.is_meta and has_memory(x)

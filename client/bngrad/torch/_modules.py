@@ -15,6 +15,7 @@ from bngrad.torch._ahead import Inputs
 from bngrad.torch._clients import ClientReference
 from bngrad.torch._function import EagerFunction, Function
 from bngrad.torch._placement import Placement, Placements
+from bngrad.torch._transforms import is_transformed, needs_jvp
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -83,8 +84,10 @@ class _ClientBatchNorm(_BatchNorm):
         """
         if not self._client.name or not self._needs_gradient(input) or input.numel() == 0 or input.is_mkldnn:
             return super().forward(input)
+        if needs_jvp():
+            return super().forward(input)
         placement = self._placement
-        if placement is not None and placement.is_left_to_pytorch and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and placement is not None and placement.is_left_to_pytorch:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if input.dtype not in _DTYPES:
@@ -130,11 +133,11 @@ class _ClientBatchNorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 factor = 1.0 / float(self.num_batches_tracked)
-        is_compiling = torch.compiler.is_compiling()
-        placement = None if is_compiling else self._placement
+        is_eager = not torch.compiler.is_compiling() and not is_transformed()
+        placement = self._placement if is_eager else None
         client = self._client.client if placement is None or placement.next_by_client() else None
-        function = Function if is_compiling else EagerFunction
-        sent = self._inputs.send(client, x, is_training=is_training)
+        sent = self._inputs.send(client, x, is_training=is_training) if is_eager else None
+        function = EagerFunction if is_eager else Function
         y, _, _ = function.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, running_mean, running_var,
             is_training, factor, self.eps, self._client.name, sent, placement,

@@ -127,31 +127,32 @@ def _(
     return _layout.empty_result(x), _layout.empty_result(x), _per_channel(x)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *tensors, ctx.epsilon, ctx.is_training, ctx.client = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(
-    ctx: Any, grad_x_backprop: Tensor, grad_scale_backprop: Tensor, grad_offset_backprop: Tensor
-) -> tuple[Tensor | None, ...]:
+def second_order(ctx: Any, compute: Any, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     y_backprop, x, weight, mean, rstd = ctx.saved_tensors
-    grad_y_backprop, grad_x, grad_scale = batch_norm_grad_grad(
-        grad_x_backprop, grad_scale_backprop, grad_offset_backprop, y_backprop, x, weight, mean, rstd,
-        ctx.epsilon, ctx.is_training, ctx.client,
-    )  # fmt: skip
+    grad_y_backprop, grad_x, grad_scale = compute(
+        *grads, y_backprop, x, weight, mean, rstd, ctx.epsilon, ctx.is_training, ctx.client
+    )
     return grad_y_backprop, grad_x, None if weight is None else grad_scale, None, None, None, None, None
 
 
-def _refuse_third_order(ctx: Any, *grads: Tensor) -> None:
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    return second_order(ctx, batch_norm_grad_grad, grads)
+
+
+def refuse_third_order(ctx: Any, *grads: Tensor) -> None:
     raise NotImplementedError(
         "bngrad.torch has no gradients of the third order, which torch.autograd.functional.hvp needs as well: vhp "
         "gives the same, since a Hessian is symmetric; or revert_batchnorm lets PyTorch compute them"
     )
 
 
-batch_norm_grad.register_autograd(_backward, setup_context=_setup_context)
-batch_norm_grad_grad.register_autograd(_refuse_third_order)
+batch_norm_grad.register_autograd(_backward, setup_context=save)
+batch_norm_grad_grad.register_autograd(refuse_third_order)
 
 
 def _scale(weight: Tensor | None, x: Tensor) -> Array:
